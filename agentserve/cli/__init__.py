@@ -1,0 +1,41 @@
+"""The command line. One module a command, imported only when that command runs."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+# name -> (module that defines `command`, one line of help)
+_COMMANDS = {
+    "launch": ("agentserve.cli.launch", "Start the server from a recipe and wait until it is healthy."),
+    "replay": ("agentserve.cli.replay", "Replay a multi-turn trace against a running server."),
+    "report": ("agentserve.cli.report", "Report realized against theoretical hit rate of a run."),
+    "traces": ("agentserve.cli.traces", "Inspect traces: statistics and theoretical hit rate."),
+    "checkpoint": ("agentserve.cli.checkpoint", "Write small random checkpoints."),
+    "demo": ("agentserve.cli.demo", "Launch the tiny M3, replay a trace and show the report."),
+    "simulate": ("agentserve.cli.simulate", "Simulate cache policies on a trace, without a server."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _ = _COMMANDS[cmd_name]
+        command: click.Command = importlib.import_module(module).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # Help must not import every command (and with it SGLang, plotly, numba).
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="agentserve")
+def main() -> None:
+    """Serve coding agents with MiniMax-M3 on SGLang, and explain the prefix-cache hit rate."""

@@ -1,0 +1,109 @@
+"""What a replay writes down: one JSON line per request, written when the request ends.
+
+A run is a directory::
+
+    RUN/run.json         RunHeader: what was replayed, against which server, with which settings
+    RUN/requests.jsonl   RequestRecord, one per line, in order of completion
+    RUN/events.jsonl     RunEvent: turns dropped, server lost, interrupted, resumed, finished
+    RUN/report.json, RUN/report.html   written by ``agentserve report``
+
+All times are seconds on one monotonic clock that starts with the run (``RunHeader.started_unix`` places it).
+Token counts that end in ``_lcp`` are lengths of a longest common prefix with *earlier requests of this run*,
+in tokens, at page size 1 and not capped: ``radix_cache.rates`` turns them into hit tokens for a page size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ServerInfo(_Model):
+    """What the server said of itself; None where it did not say."""
+
+    base_url: str
+    client: Literal["sglang", "openai"]
+    engine_version: str | None = None
+    model: str | None = None
+    page_size: int | None = None
+    context_length: int | None = None
+    kv_capacity_tokens: int | None = None
+    args: dict[str, Any] = Field(default_factory=dict)  # the server's own arguments, as reported
+
+
+class RunHeader(_Model):
+    schema_version: int = SCHEMA_VERSION
+    agentserve_version: str
+    run_id: str
+    started_unix: float
+    trace: str  # name of the file, directory or generator as given
+    trace_sha256: str  # digest of what was replayed (ids, lengths), after filter and reduction
+    trace_format: str
+    sessions: int
+    requests: int
+    filter: dict[str, Any] = Field(default_factory=dict)  # limits on sessions, turns, context
+    tokens_per_block: int  # block size as sent
+    recorded_block_size: int  # block size in the trace; differs when the trace was reduced
+    prefix_sharing: Literal["session", "tools+system"]  # whether sessions share tools + system tokens
+    history: Literal["recorded", "own"]  # recorded continuation, or the server's own output, as history
+    concurrency: int
+    think: dict[str, Any]  # mode, scale, cap
+    over_limit: Literal["end-flow", "drop-turn", "fail"]
+    seed: int
+    server: ServerInfo
+
+
+class RequestError(_Model):
+    kind: Literal["http", "connection", "timeout", "length_mismatch", "short_output", "protocol"]
+    message: str
+
+
+class RequestRecord(_Model):
+    # identity
+    session: str
+    flow: str
+    turn: int
+    # schedule and clock
+    ready_s: float  # previous turn's end plus think time: when the request could be sent
+    sent_s: float
+    first_token_s: float | None
+    done_s: float
+    think_s: float  # think time that was waited before it
+    # tokens
+    prompt_tokens: int  # as built
+    prompt_tokens_reported: int | None  # as counted by the server
+    output_tokens_wanted: int
+    output_tokens: int
+    output_sha256: str | None = None  # digest of the output token ids (or text): equality across runs
+    # cache, as reported by the server; None where it did not report
+    cached_tokens: int | None
+    cached_device: int | None = None
+    cached_host: int | None = None
+    cached_storage: int | None = None
+    # theory: longest common prefix with what earlier requests of the run left behind
+    session_lcp: int  # with earlier prompts of the same session
+    session_output_lcp: int  # with earlier prompts and the outputs whose KV exists, same session
+    shared_lcp: int  # as session_lcp, over all sessions
+    shared_output_lcp: int  # as session_output_lcp, over all sessions
+    ready_lcp: int  # as shared_output_lcp, but only what was computed before this request was sent
+    # recorded facts carried along
+    recorded_stop: str = ""
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+class RunEvent(_Model):
+    at_s: float
+    kind: Literal["started", "resumed", "dropped", "server_lost", "interrupted", "finished"]
+    session: str | None = None
+    flow: str | None = None
+    turn: int | None = None
+    requests: int | None = None  # how many requests the event concerns
+    message: str = ""
