@@ -1,0 +1,1 @@
+"""Small random checkpoints in the published form, for machines without the real one."""

@@ -1,0 +1,32 @@
+"""``agentserve checkpoint``: write small random checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def command() -> None:
+    """Write small random checkpoints in the published form."""
+
+
+@command.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--layers", type=click.IntRange(2), default=None, help="Layers in all; the first one is dense.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is already there.")
+def tiny(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: bool) -> None:
+    """Write a tiny MiniMax-M3 (six layers, 128-token sparse blocks, byte-level tokenizer) to FOLDER."""
+    from agentserve.checkpoint.config import TinyM3Shape
+    from agentserve.checkpoint.tiny import CheckpointExistsError, write_tiny_checkpoint
+
+    default = TinyM3Shape()
+    shape = TinyM3Shape(dtype=dtype, num_layers=layers or default.num_layers)
+    try:
+        write_tiny_checkpoint(folder, seed=seed, shape=shape, overwrite=overwrite)
+    except CheckpointExistsError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"wrote {folder}: tiny M3, {shape.num_layers} layers, {shape.dtype}, seed {seed}")

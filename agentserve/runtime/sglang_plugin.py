@@ -1,0 +1,93 @@
+"""Entry point ``sglang.srt.plugins``: every hook we put into SGLang, in one table.
+
+SGLang is never edited. Each row names its target, why it is needed, and the version it was checked against;
+``tests/test_sglang_hooks.py`` fails when a target moves or changes its signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from agentserve.runtime import sglang_cpu_platform
+
+CHECKED_VERSION = "0.5.23"
+
+
+class Hook(NamedTuple):
+    """One seam in SGLang."""
+
+    target: str  # dotted path of the function that is hooked
+    kind: str  # SGLang's HookType: before, after, around, replace
+    function: Callable[..., Any]
+    reason: str
+
+
+def cpu_hooks() -> tuple[Hook, ...]:
+    """Hooks of the CPU platform; none is registered on a GPU."""
+    from agentserve.runtime import sglang_cpu_hooks, sglang_msa
+
+    sparse_ops = "sglang.srt.layers.attention.minimax_sparse_ops.minimax_sparse"
+    return (
+        Hook(
+            f"{sparse_ops}.minimax_sparse_prefill",
+            "replace",
+            sglang_msa.prefill,
+            "the sparse attention exists as Triton kernels only",
+        ),
+        Hook(
+            f"{sparse_ops}.minimax_sparse_decode",
+            "replace",
+            sglang_msa.decode,
+            "the sparse attention exists as Triton kernels only",
+        ),
+        Hook(
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+            "around",
+            sglang_cpu_hooks.build_sparse_kv_pool,
+            "out-of-tree platforms are refused the M3 pool, though it is plain torch",
+        ),
+        Hook(
+            "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+            "around",
+            sglang_cpu_hooks.moe_with_split_gate,
+            "the native MoE applies the interleaved SwiGLU to M3's non-interleaved gate and up: silently wrong",
+        ),
+        Hook(
+            "sglang.srt.models.minimax_m3.MiniMaxM3MoE._compute_router_logits",
+            "around",
+            sglang_cpu_hooks.router_logits,
+            "mm(out_dtype=) of the bf16 router is implemented for CUDA only",
+        ),
+    )
+
+
+def register() -> None:
+    """Called by SGLang early in each of its processes."""
+    if not sglang_cpu_platform.selected():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    sglang_cpu_platform.activate()
+    for hook in cpu_hooks():
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    @register_attention_backend("torch_native")
+    def _dense_torch(runner: Any) -> Any:
+        from agentserve.runtime.sglang_dense import DenseTorchAttnBackend
+
+        return DenseTorchAttnBackend(runner)
+
+
+def require_applied() -> None:
+    """Raise unless every CPU hook is in place in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [hook.target for hook in cpu_hooks() if hook.target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            f"agentserve's hooks are not in place: {', '.join(missing)}. They were checked against sglang "
+            f"{CHECKED_VERSION}; install that version, or see the log above for why a hook failed"
+        )

@@ -1,0 +1,28 @@
+"""Let transformers import torchvision beside a CPU torch that lacks torchvision's compiled operators.
+
+torchvision's package registers fakes for ``nms`` and ``qnms`` at import time and fails when its binary, built for
+another torch, could not define them. M3's text model runs nothing of torchvision, so declaring the two is enough.
+"""
+
+from __future__ import annotations
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+# A torch.library.Library withdraws its definitions when it is collected.
+_kept: list[object] = []
+
+
+def declare() -> None:
+    """Declare the operators that nobody defined; call before the first import of torchvision or transformers."""
+    import torch
+
+    if _kept:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
+            library.define(schema)
+    _kept.append(library)
