@@ -1,0 +1,111 @@
+"""``agentserve launch``: start the server from a recipe and wait until it is healthy."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from agentserve.launch.plan import PlanError, make_plan
+from agentserve.launch.preflight import preflight
+from agentserve.launch.process import ServerError, ServerProcess
+from agentserve.launch.recipe import (
+    Override,
+    RecipeError,
+    find_recipe,
+    load_recipe,
+    parse_set,
+)
+from agentserve.launch.show import print_findings, print_plan, print_ready, starting
+
+_FIELD_OF_OPTION = {
+    "model": "model",
+    "host": "host",
+    "port": "port",
+    "tp": "tp",
+    "context_length": "context_length",
+    "kv_tokens": "kv.capacity_tokens",
+    "page_size": "page_size",
+}
+
+
+@click.command()
+@click.argument("recipe_name", metavar="RECIPE")
+@click.option("--model", help="Checkpoint folder, or a Hub id that is in the local cache.")
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="Port to listen on.")
+@click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--context-length", type=int, help="Longest request, in tokens.")
+@click.option("--kv-tokens", type=int, help="Capacity of the KV cache, in tokens.")
+@click.option("--page-size", type=int, help="Tokens per page; M3 needs its sparse block size.")
+@click.option(
+    "--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16."
+)
+@click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
+@click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")
+@click.option("--timeout", default=1800.0, show_default=True, help="Seconds to wait until it is healthy.")
+def command(
+    recipe_name: str, sets: tuple[str, ...], dry_run: bool, log: Path | None, timeout: float, **flags: Any
+) -> None:
+    """Start the server that RECIPE describes and wait until it is healthy; run until Ctrl-C.
+
+    RECIPE is a YAML file or a shipped recipe: tiny-cpu, m3-h200, m3-mi355x. Exit code: 2 when it cannot be
+    started, the server's own when it ends by itself.
+    """
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    overrides = [
+        Override(_FIELD_OF_OPTION[name], value, "--" + name.replace("_", "-"))
+        for name, value in flags.items()
+        if value is not None
+    ]
+    try:
+        path = find_recipe(recipe_name)
+        recipe = load_recipe(path, [*(parse_set(text) for text in sets), *overrides])
+        checked = preflight(recipe)
+        # Before the plan: it may fail for the very reason that a finding explains.
+        print_findings(errors, checked)
+        model = str(checked.facts.path) if checked.facts else recipe.model
+        plan = make_plan(recipe, checked.facts, model=model, cwd=Path.cwd())
+    except (RecipeError, PlanError) as error:
+        errors.print(escape(str(error)), soft_wrap=True)
+        sys.exit(2)
+    if dry_run:
+        print_plan(console, plan, recipe, checked.facts)
+        return
+    if not checked.ok:
+        sys.exit(2)
+
+    log = log or Path("runs") / "launch" / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    try:
+        with ServerProcess(plan, log) as server:
+            with starting(errors, log) as progress:
+                seconds = server.wait_ready(timeout, progress)
+            print_ready(console, plan, recipe, log, seconds)
+            try:
+                exit_code = server.wait()
+            except KeyboardInterrupt:
+                errors.print("stopping the server (Ctrl-C again to kill it)")
+                return
+            errors.print(
+                f"the server ended by itself with exit code {exit_code}; its last lines:", soft_wrap=True
+            )
+            errors.print(escape(server.log_tail()), soft_wrap=True)
+    except ServerError as error:
+        errors.print(escape(str(error)), soft_wrap=True)
+        sys.exit(_shell_code(error.exit_code))
+    except KeyboardInterrupt:
+        errors.print("stopped before it was ready")
+        sys.exit(130)
+    sys.exit(_shell_code(exit_code))
+
+
+def _shell_code(exit_code: int | None) -> int:
+    """An exit code as a shell writes it; an end that nobody asked for is never 0."""
+    if exit_code is None or exit_code == 0:
+        return 1
+    return 128 - exit_code if exit_code < 0 else exit_code

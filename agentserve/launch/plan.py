@@ -1,0 +1,184 @@
+"""From a recipe to the one command that starts SGLang: pure, so that what is shown is what is run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from agentserve.launch.facts import CheckpointFacts
+from agentserve.launch.recipe import Recipe
+
+CPU_PLATFORM = "agentserve_cpu"  # our entry point in the group sglang.srt.platforms
+
+
+class PlanError(ValueError):
+    """A recipe that leaves open what the checkpoint does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """A process to start.
+
+    Attributes:
+        argv: program and arguments.
+        env: variables set on top of the caller's environment.
+        unset: variables removed from the caller's environment.
+        cwd: working directory.
+        url: base URL that clients use.
+        notes: choices made for the user, one sentence each.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    unset: tuple[str, ...]
+    cwd: Path
+    url: str
+    notes: tuple[str, ...] = ()
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The complete environment of the process, given the caller's."""
+        kept = {name: value for name, value in base.items() if name not in self.unset}
+        return {**kept, **self.env}
+
+    def shell(self) -> str:
+        """The same as one line for a shell, quoted."""
+        words = ["env"]
+        for name in self.unset:
+            words += ["-u", name]
+        words += [f"{name}={value}" for name, value in self.env.items()]
+        return shlex.join([*words, *self.argv])
+
+
+def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd: Path) -> LaunchPlan:
+    """The command for a recipe.
+
+    Args:
+        recipe: validated settings.
+        facts: what the checkpoint says, or None where it cannot be read (then the recipe must say more).
+        model: path or id that SGLang gets as its model.
+        cwd: working directory of the server.
+
+    Raises:
+        PlanError: the page size is neither in the recipe nor known from the checkpoint.
+    """
+    page_size = recipe.page_size or (facts.block_size if facts else None)
+    if page_size is None:
+        raise PlanError(
+            "page_size is not set and the checkpoint does not tell its sparse block size; "
+            "pass --page-size (MiniMax-M3: 128)"
+        )
+    notes = []
+    if recipe.page_size is None:
+        notes.append(f"page size {page_size}: the checkpoint's sparse block size")
+    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+    argv += _options(
+        {
+            "--served-model-name": recipe.served_name,
+            # ROCm's torch goes by the name of cuda.
+            "--device": "cpu" if recipe.device == "cpu" else "cuda",
+            "--dtype": recipe.dtype,
+            "--tp-size": recipe.tp,
+            "--context-length": recipe.context_length,
+            "--page-size": page_size,
+            "--max-total-tokens": recipe.kv.capacity_tokens,
+            "--mem-fraction-static": recipe.kv.memory_fraction,
+            "--kv-cache-dtype": recipe.kv.dtype,
+            "--chunked-prefill-size": recipe.prefill_chunk,
+            "--max-running-requests": recipe.max_running_requests,
+            "--attention-backend": recipe.attention_backend or ("torch_native" if recipe.device == "cpu" else None),
+            "--radix-eviction-policy": recipe.radix.eviction_policy,
+            "--kv-events-config": _kv_events(recipe.kv_events),
+            "--host": recipe.host,
+            "--port": recipe.port,
+        }
+    )
+    switches = {
+        "--disable-radix-cache": recipe.radix.disable,
+        "--enable-cache-report": recipe.cache_report,
+        "--enable-metrics": recipe.metrics,
+    }
+    argv += [flag for flag, on in switches.items() if on]
+    argv += recipe.extra_args
+
+    env = _cpu_env(recipe, facts, notes) if recipe.device == "cpu" else {}
+    env |= recipe.env
+    # Set, it selects SGLang's own CPU engine, which needs the CPU build of sgl_kernel. On a GPU a platform
+    # left over in the shell would put the model on the CPU.
+    foreign = ["SGLANG_USE_CPU_ENGINE"] if recipe.device == "cpu" else ["SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM"]
+    return LaunchPlan(
+        argv=tuple(argv),
+        env=env,
+        unset=tuple(name for name in foreign if name not in env),
+        cwd=cwd,
+        url=base_url(recipe.host, recipe.port),
+        notes=tuple(notes),
+    )
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine reaches the server; a wildcard address is no destination."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def served_dtype(recipe: Recipe, facts: CheckpointFacts) -> str:
+    """Element type the model runs in. SGLang serves a float32 checkpoint in float16 unless told otherwise."""
+    if recipe.dtype != "auto":
+        return recipe.dtype
+    return "float16" if facts.dtype == "float32" else facts.dtype
+
+
+def cache_dtypes(recipe: Recipe, facts: CheckpointFacts) -> tuple[str, str]:
+    """Element types of K/V and of index K (srt/mem_cache/memory_pool.py: get_minimax_sparse_index_dtype)."""
+    model = served_dtype(recipe, facts)
+    kv = model if recipe.kv.dtype == "auto" else recipe.kv.dtype
+    if recipe.device == "rocm" and recipe.env.get("SGLANG_OPT_MINIMAX_M3_FP8_INDEX_CACHE", "1") not in (
+        "0",
+        "false",
+    ):
+        return kv, "fp8_e4m3"
+    if recipe.device == "cuda" and kv == "fp8_e4m3":
+        return kv, kv
+    return kv, model
+
+
+def _cpu_env(recipe: Recipe, facts: CheckpointFacts | None, notes: list[str]) -> dict[str, str]:
+    env = {
+        "SGLANG_PLATFORM": CPU_PLATFORM,
+        "OMP_NUM_THREADS": str(recipe.cpu.omp_threads),
+        # Compiling costs 5-27 s at the first request and brings nothing on a CPU.
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    dtype = served_dtype(recipe, facts) if facts else recipe.dtype
+    if dtype == "float32":
+        # SGLang keeps the router's gate in bf16 whatever the model's dtype; float32 is asked for to compare
+        # outputs exactly, and a rounded gate flips routings.
+        env["SGLANG_OPT_USE_BF16_ROUTER_GEMM"] = "0"
+    if recipe.cpu.threads_bind is not None:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = recipe.cpu.threads_bind
+    elif recipe.tp > 1:
+        # Without it SGLang refuses more ranks than NUMA nodes.
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = rank_cores(recipe.tp, recipe.cpu.omp_threads)
+        notes.append(f"tp {recipe.tp} on a CPU: ranks bound to cores {env['SGLANG_CPU_OMP_THREADS_BIND']}")
+    return env
+
+
+def rank_cores(tp: int, threads: int) -> str:
+    """Consecutive cores for each rank, in SGLang's notation: ``0|1``, ``0-3|4-7``."""
+    spans = ((rank * threads, (rank + 1) * threads - 1) for rank in range(tp))
+    return "|".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _kv_events(endpoint: str | None) -> str | None:
+    if endpoint is None:
+        return None
+    return orjson.dumps({"publisher": "zmq", "endpoint": endpoint, "topic": "kv"}).decode()
+
+
+def _options(values: Mapping[str, str | int | float | None]) -> list[str]:
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]

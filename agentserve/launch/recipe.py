@@ -1,0 +1,248 @@
+"""A recipe: everything that decides how the server is started, as one validated YAML file.
+
+A recipe names settings in the terms of this project; ``agentserve.launch.plan`` turns them into SGLang's
+arguments. What has no field here goes into ``extra_args`` and ``env`` unchanged.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+# SGLang's own policies (srt/arg_groups/choices.py: RADIX_EVICTION_POLICY_CHOICES in 0.5.23).
+EvictionPolicy = Literal["lru", "lfu", "slru", "priority", "tlru"]
+
+# Flags the plan writes from a field. In extra_args they would silently win over, or lose against, the field.
+MANAGED_FLAGS = {
+    "--model": "model",
+    "--model-path": "model",
+    "--served-model-name": "served_name",
+    "--device": "device",
+    "--dtype": "dtype",
+    "--tp": "tp",
+    "--tp-size": "tp",
+    "--tensor-parallel-size": "tp",
+    "--context-length": "context_length",
+    "--page-size": "page_size",
+    "--max-total-tokens": "kv.capacity_tokens",
+    "--mem-fraction-static": "kv.memory_fraction",
+    "--kv-cache-dtype": "kv.dtype",
+    "--chunked-prefill-size": "prefill_chunk",
+    "--max-running-requests": "max_running_requests",
+    "--host": "host",
+    "--port": "port",
+    "--attention-backend": "attention_backend",
+    "--radix-eviction-policy": "radix.eviction_policy",
+    "--disable-radix-cache": "radix.disable",
+    "--enable-cache-report": "cache_report",
+    "--enable-metrics": "metrics",
+    "--kv-events-config": "kv_events",
+}
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used. The message names file and field, one problem a line."""
+
+
+def _scalar_to_str(value: Any) -> Any:
+    # YAML reads `OMP_NUM_THREADS: 1` as a number; to a process it is a string all the same.
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value) if isinstance(value, int | float) else value
+
+
+_Text = Annotated[str, BeforeValidator(_scalar_to_str)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class KvCache(_Model):
+    """How much KV cache. Give one of the two amounts, or neither to let SGLang decide (GPU only)."""
+
+    capacity_tokens: int | None = Field(default=None, ge=1)
+    memory_fraction: float | None = Field(default=None, gt=0, lt=1)  # weights + KV over GPU memory
+    dtype: Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "auto"  # auto: the model's
+
+    @model_validator(mode="after")
+    def _one_amount(self) -> Self:
+        if self.capacity_tokens is not None and self.memory_fraction is not None:
+            raise ValueError("give capacity_tokens or memory_fraction, not both")
+        return self
+
+
+class RadixCache(_Model):
+    eviction_policy: EvictionPolicy = "lru"
+    disable: bool = False
+
+
+class Cpu(_Model):
+    omp_threads: int = Field(default=1, ge=1)  # per rank; more than one slows decode down on shared cores
+    threads_bind: str | None = None  # cores of each rank, as "0|1" or "0-3|4-7"; None: by rank where tp > 1
+
+
+class Recipe(_Model):
+    """One way to start the server. Amounts are in tokens unless a name says otherwise."""
+
+    model: str = Field(min_length=1)  # folder, relative to the working directory, or a cached Hub id
+    served_name: str | None = None
+    device: Literal["cpu", "cuda", "rocm"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tp: int = Field(default=1, ge=1)
+    context_length: int | None = Field(default=None, ge=1)  # None: the checkpoint's
+    page_size: int | None = Field(default=None, ge=1)  # None: the checkpoint's sparse block size
+    kv: KvCache = KvCache()
+    prefill_chunk: int | None = Field(default=None, ge=1)
+    max_running_requests: int | None = Field(default=None, ge=1)
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=30000, ge=1, le=65535)
+    attention_backend: str | None = None
+    radix: RadixCache = RadixCache()
+    cache_report: bool = True
+    metrics: bool = True
+    kv_events: str | None = None  # ZMQ endpoint of the KV event publisher, as tcp://*:5557; None: off
+    env: dict[str, _Text] = Field(default_factory=dict)
+    extra_args: list[_Text] = Field(default_factory=list)
+    cpu: Cpu = Cpu()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.device == "cpu" and self.kv.capacity_tokens is None:
+            raise ValueError(
+                "device cpu needs kv.capacity_tokens: a fraction of memory that others share is no fixed size"
+            )
+        bind = self.cpu.threads_bind
+        if bind is not None and len(bind.split("|")) != self.tp:
+            raise ValueError(f"cpu.threads_bind must list cores for tp={self.tp} ranks, separated by '|'; got {bind!r}")
+        for argument in self.extra_args:
+            field = MANAGED_FLAGS.get(argument.split("=", 1)[0])
+            if field is not None:
+                raise ValueError(f"extra_args holds {argument.split('=', 1)[0]}; set the field '{field}' instead")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A value that replaces one of the recipe's.
+
+    Attributes:
+        field: dotted, as ``kv.capacity_tokens``.
+        value: as YAML would read it.
+        origin: the option that gave it, for messages.
+    """
+
+    field: str
+    value: Any
+    origin: str
+
+
+def parse_set(text: str) -> Override:
+    """``kv.capacity_tokens=65536`` as an override; the value is YAML. Raises RecipeError."""
+    field, equals, raw = text.partition("=")
+    if not equals or not all(field.split(".")):
+        raise RecipeError(f"--set {text}: write it as field=value, for example --set kv.capacity_tokens=65536")
+    try:
+        return Override(field, yaml.safe_load(raw), f"--set {text}")
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {text}: the value is not YAML: {error}") from None
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes in the package, by name."""
+    folder = Path(str(files("agentserve"))) / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a shipped recipe's name or of a path. Raises RecipeError that lists what there is."""
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(name, shipped, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    raise RecipeError(f"recipe '{name}' is neither a file nor a shipped recipe ({', '.join(shipped)}){hint}")
+
+
+def load_recipe(path: Path, overrides: Iterable[Override] = ()) -> Recipe:
+    """Read a recipe, apply overrides in order and validate.
+
+    Raises:
+        RecipeError: naming the file (or the option that overrode) and the field.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: cannot read the recipe: {error}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of fields, got {type(data).__name__}")
+    origins: dict[str, str] = {}
+    for override in overrides:
+        _apply(data, override, str(path))
+        origins[override.field] = override.origin
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, str(path), origins)) from None
+
+
+def _apply(data: dict[str, Any], override: Override, file: str) -> None:
+    *parents, leaf = override.field.split(".")
+    target = data
+    for parent in parents:
+        child = target.setdefault(parent, {})
+        if child is None:
+            child = target[parent] = {}
+        if not isinstance(child, dict):
+            raise RecipeError(f"{file}, {override.origin}: '{parent}' has no fields of its own")
+        target = child
+    # The two amounts of KV cache exclude each other: choosing one on the command line drops the file's other.
+    rival = {"capacity_tokens": "memory_fraction", "memory_fraction": "capacity_tokens"}.get(leaf)
+    if parents == ["kv"] and rival and override.value is not None:
+        target.pop(rival, None)
+    target[leaf] = override.value
+
+
+def _explain(error: ValidationError, file: str, origins: Mapping[str, str]) -> str:
+    lines = []
+    for problem in error.errors():
+        loc = tuple(str(part) for part in problem["loc"])
+        field = ".".join(loc)
+        where = f"{file}, {origins[field]}" if field in origins else file
+        if field:
+            where += f", field '{field}'"
+        lines.append(f"{where}: {_remedy(problem['type'], problem['msg'], loc, problem.get('input'))}")
+    return "\n".join(lines)
+
+
+def _remedy(kind: str, message: str, loc: tuple[str, ...], value: Any) -> str:
+    if kind == "extra_forbidden":
+        known = _fields_at(loc[:-1])
+        near = difflib.get_close_matches(loc[-1], known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
+        return f"unknown field; {hint}"
+    if kind == "missing":
+        return "is missing; add it to the recipe or pass it with --set"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    return f"{message[0].lower()}{message[1:]}; got {value!r}"
+
+
+def _fields_at(loc: tuple[str, ...]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in loc:
+        annotation = model.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
