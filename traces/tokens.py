@@ -35,8 +35,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from radix_cache.theory import ROOT, HeadKey
 from traces.model import BlockIds, BlockScope, Flow, Session, Turn
-from traces.tree import ROOT, HeadKey, SessionTree
+from traces.tree import SessionTree
 
 TokenIds = npt.NDArray[np.int32]
 PrefixSharing = Literal["session", "tools+system"]

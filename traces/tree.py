@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from radix_cache.theory import ROOT, HeadKey, common_blocks, known_prefix
 from traces.model import BlockIds, Flow, Session
-
-ROOT = -1  # the parent of first blocks; readers reject negative ids
-HeadKey = tuple[int, int]  # (tool_tokens, system_tokens) of a flow
 
 
 @dataclass(slots=True)
@@ -63,9 +61,7 @@ class SessionTree:
         if int(ids[0]) not in self.head_paths:
             return 0, self.root_key
         key, path = self.head_paths[int(ids[0])]
-        n = min(len(path), len(ids))
-        differs = path[:n] != ids[:n]
-        common = int(differs.argmax()) if differs.any() else n
+        common = common_blocks(path, ids)
         # A prompt that ends on the path has its tail there too: the tail begins the path's next block.
         on_path = prompt_tokens if common == len(ids) else common * self.block_size
         return min(on_path, sum(key)), key
@@ -87,15 +83,3 @@ class SessionTree:
 
 def head_key(flow: Flow) -> HeadKey:
     return flow.tool_tokens, flow.system_tokens
-
-
-def known_prefix(ids: BlockIds, known: set[int]) -> int:
-    """How many leading ids are known: a binary search, since ids are chained and the known ones a prefix."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if int(ids[middle]) in known:
-            low = middle + 1
-        else:
-            high = middle
-    return low

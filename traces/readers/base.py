@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 
+from radix_cache.theory import common_blocks
 from traces.model import BlockIds, ReadStats, Session, TraceError
 
 
@@ -151,9 +152,7 @@ class ChainCheck:
         """
         if len(ids) and int(ids.min()) < 0:
             return f"block id {int(ids.min())} is negative"
-        n = min(len(ids), len(checked))
-        differs = ids[:n] != checked[:n]
-        start = int(differs.argmax()) if differs.any() else n
+        start = common_blocks(ids, checked)
         parent = int(ids[start - 1]) if start else -1
         for at, block in enumerate(ids[start:].tolist(), start):
             known = self._parents.setdefault(block, parent)
