@@ -1,0 +1,1 @@
+"""Reports and benchmarks: everything that turns what was recorded into numbers somebody reads."""

@@ -1,0 +1,51 @@
+"""What every figure of the page shares.
+
+Colours are Okabe-Ito's, distinct for the colour-blind; lines also differ in dash, markers in shape.
+Text from records is escaped, since plotly reads a subset of HTML in its labels. Fonts, grid and background
+are left to the page, which knows whether it is light, dark or printed.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from eval.report.text import shortened
+from traces.replay.record import RequestRecord
+
+ORANGE, SKY, GREEN, BLUE, VERMILLION, GREY = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#8C8C8C"
+
+_T = TypeVar("_T")
+
+
+class Figure(NamedTuple):
+    key: str  # id in the page
+    title: str
+    definition: str
+    plot: Any  # plotly.graph_objects.Figure
+    height: int = 380
+
+
+def blank(**layout: Any) -> Any:
+    """A plotly figure without plotly's own theme."""
+    return go.Figure(layout={"template": "none", **layout})
+
+
+def spread(items: list[_T], most: int) -> list[_T]:
+    """At most ``most`` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[i] for i in np.linspace(0, len(items) - 1, most).round().astype(int)]
+
+
+def left_out(drawn: int, total: int, what: str) -> str:
+    """What a definition says when not everything is drawn."""
+    return f" Drawn: {drawn:,} of {total:,} {what}, evenly spread." if drawn < total else ""
+
+
+def name_of(record: RequestRecord) -> str:
+    """A request in a hover text, escaped."""
+    return escape(f"{shortened(record.session, 20)} / {shortened(record.flow, 12)} / {record.turn}")

@@ -1,0 +1,43 @@
+"""Reads a run directory for the report; the files' form is known to ``traces.replay.store`` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from eval.report.schema import ReportError
+from traces.replay.record import RequestRecord, RunEvent, RunHeader
+from traces.replay.store import RETRIED, RunError, read_run
+
+
+class Run(NamedTuple):
+    header: RunHeader
+    records: list[RequestRecord]
+    events: list[RunEvent]
+    notes: list[str]  # what a reader of the report must know about the files
+
+
+def load_run(path: Path) -> Run:
+    """Reads all of a run, finished or not.
+
+    Raises:
+        ReportError: no run there, or a faulty file (names file, line and field).
+    """
+    try:
+        run = read_run(path)
+        records = list(run.records())
+    except RunError as error:
+        raise ReportError(str(error)) from error
+    notes = []
+    if run.truncated_lines:
+        notes.append(
+            f"{run.truncated_lines} last line(s) were cut off while being written, and are left out."
+        )
+    retried_file = path / RETRIED
+    retried = retried_file.read_bytes().count(b"\n") if retried_file.exists() else 0
+    if retried:
+        notes.append(
+            f"{retried:,} requests failed when the server went away and were sent again after a resume; the"
+            f" failed attempts ({RETRIED}) are in no number here."
+        )
+    return Run(run.header, records, run.events, notes)

@@ -1,0 +1,217 @@
+"""What a report contains: the JSON written by ``agentserve report``, and the input of the renderers.
+
+Stable: a field keeps its name and meaning within one ``schema_version``; new fields may be added. Rates are
+fractions 0..1, times are seconds, lengths are tokens. A number that cannot be formed is null, never 0 or NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+
+Status = Literal["finished", "interrupted", "server_lost", "incomplete"]
+
+
+class ReportError(ValueError):
+    """A run that cannot be reported. The message names file, line or request, and says what to do."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunInfo(_Model):
+    run_id: str
+    started: str  # ISO 8601, UTC
+    agentserve_version: str
+    client: str
+    base_url: str
+    engine_version: str | None
+    model: str | None
+    kv_capacity_tokens: int | None
+    concurrency: int
+    think: dict[str, Any]
+    history: str
+    prefix_sharing: str
+    over_limit: str
+    seed: int
+
+
+class DataSet(_Model):
+    trace: str
+    format: str
+    sha256: str  # digest of what was replayed, after filter and reduction
+    filter: dict[str, Any]
+    tokens_per_block: int
+    recorded_block_size: int
+    reduction: str  # in words
+    sessions: int
+    requests: int
+    line: str  # all of the above in one line
+
+
+class Completeness(_Model):
+    status: Status
+    banner: str | None  # what is missing, in words; None for a finished run that misses nothing
+    planned: int  # after filter, reduction and context limit
+    recorded: int  # requests with a record
+    completed: int  # recorded without an error
+    failed: int  # recorded with an error
+    dropped: int  # turns that the context limit left out before the run; no part of planned
+    missing: int  # planned, but without a record
+
+
+class PageSize(_Model):
+    tokens: int
+    source: Literal["server", "option", "assumed"]
+
+
+class Population(_Model):
+    """Which requests the hit rates are about."""
+
+    requests: int
+    prompt_tokens: int
+    basis: Literal["compared", "completed"]  # "completed" where the server reported no count at all
+    text: str
+    failed: int
+    without_count: int  # completed, but no cached count reported
+    faulty_count: int  # completed, but the count is outside 0..prompt tokens
+
+
+class Rate(_Model):
+    key: str
+    title: str
+    definition: str
+    hit_tokens: int
+    prompt_tokens: int
+    requests: int
+    rate: float
+
+
+class MeanRate(_Model):
+    key: str
+    title: str
+    definition: str
+    requests: int
+    mean: float
+
+
+class ChainStep(_Model):
+    key: str
+    title: str
+    definition: str
+    tokens: int  # upper level - lower level, summed; = lost_tokens - gained_tokens
+    lost_tokens: int  # sum over requests whose lower level is smaller
+    gained_tokens: int  # sum over requests whose lower level is larger, as a positive number
+    lost_requests: int
+    gained_requests: int
+    rate_difference: float  # tokens / prompt tokens of the population
+
+
+class Chain(_Model):
+    """ideal - sum(steps) = realized, in tokens, exactly (= ready where no count was reported)."""
+
+    steps: list[ChainStep]
+    ideal_tokens: int
+    end_tokens: int
+    end_key: Literal["realized", "ready"]
+    gap_tokens: int
+    prompt_tokens: int
+
+
+class Tiers(_Model):
+    requests: int  # compared requests with at least one tier reported
+    device: int
+    host: int
+    storage: int
+    unsplit: int  # realized tokens of compared requests that no tier accounts for
+
+
+class Latency(_Model):
+    metric: str
+    title: str
+    group: Literal["all", "hit >= 50 %", "hit < 50 %"]
+    requests: int
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    mean: float
+    max: float
+
+
+class Throughput(_Model):
+    definition: str
+    wall_s: float
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    prompt_tokens_per_s: float | None
+
+
+class Goodput(_Model):
+    definition: str
+    slo_ttft_s: float | None
+    slo_tpot_s: float | None
+    requests: int  # completed within the objectives
+    fraction: float  # of all recorded requests, failed ones included
+    requests_per_s: float | None
+
+
+class SessionRow(_Model):
+    session: str
+    requests: int  # of the population
+    failed: int
+    prompt_tokens: int
+    theoretical_tokens: int
+    theoretical_rate: float
+    realized_tokens: int | None
+    realized_rate: float | None
+    gap_tokens: int | None  # theoretical (page-aligned) - realized
+
+
+class WorstRequest(_Model):
+    session: str
+    flow: str
+    turn: int
+    sent_s: float
+    prompt_tokens: int
+    theoretical_tokens: int
+    ready_tokens: int
+    realized_tokens: int
+    gap_tokens: int
+    ttft_s: float | None
+
+
+class ErrorRow(_Model):
+    kind: str
+    requests: int
+    example: str
+
+
+class Report(_Model):
+    schema_version: int = SCHEMA_VERSION
+    run: RunInfo
+    data_set: DataSet
+    completeness: Completeness
+    page_size: PageSize
+    population: Population
+    rate_definition: str
+    rates: list[Rate]
+    mean_rates: list[MeanRate]
+    chain: Chain
+    tiers: Tiers | None
+    latency: list[Latency]
+    latency_definitions: dict[str, str]
+    throughput: Throughput
+    goodput: Goodput | None
+    sessions: list[SessionRow]
+    worst: list[WorstRequest]
+    errors: list[ErrorRow]
+    notes: list[str]
+
+    def rate(self, key: str) -> Rate | None:
+        """The rate with this key, or None where it could not be formed."""
+        return next((r for r in self.rates if r.key == key), None)

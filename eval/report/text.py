@@ -1,0 +1,100 @@
+"""Numbers and foreign text as people read them; shared by the terminal and the page."""
+
+from __future__ import annotations
+
+from eval.report.schema import Completeness, Goodput, Report, Throughput, Tiers
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f} %"
+
+
+def points(difference: float) -> str:
+    """A difference of two rates, in percentage points, with its sign."""
+    return f"{100 * difference:+.2f}"
+
+
+def count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def per_second(number: float | None) -> str:
+    return "-" if number is None else f"{number:,.1f}" if number >= 10 else f"{number:.3g}"
+
+
+def seconds(value: float | None) -> str:
+    """Three significant digits, in ms below one second."""
+    if value is None:
+        return "-"
+    if abs(value) < 1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if abs(value) < 100 else f"{value:,.0f} s"
+
+
+def printable(foreign: str) -> str:
+    """Text from a record without control characters, which could steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in foreign)
+
+
+def shortened(foreign: str, length: int) -> str:
+    """``printable``, cut in the middle to ``length``: ids often differ only at their ends."""
+    text = printable(foreign)
+    if len(text) <= length:
+        return text
+    head = (length - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+
+
+def headline(report: Report) -> str:
+    """The one sentence that the report is about."""
+    theory, real, page = report.rate("aligned"), report.rate("realized"), report.page_size.tokens
+    if theory is None:
+        raise ValueError("a report always has the page-aligned rate")
+    if real is None:
+        return (
+            f"Theoretical hit rate {percent(theory.rate)} (page {page}); the server reported no realized"
+            " rate."
+        )
+    return (
+        f"Realized hit rate {percent(real.rate)} of a theoretical {percent(theory.rate)} (page {page}): "
+        f"{points(real.rate - theory.rate)} points."
+    )
+
+
+def objectives(good: Goodput) -> str:
+    """The service-level objectives that were given, in words."""
+    limits = (("TTFT", good.slo_ttft_s), ("TPOT", good.slo_tpot_s))
+    return " and ".join(f"{name} <= {seconds(limit)}" for name, limit in limits if limit is not None)
+
+
+def progress(done: Completeness) -> str:
+    """Planned, recorded, failed, missing and dropped requests."""
+    return (
+        f"{count(done.planned)} requests planned, {count(done.recorded)} recorded ({count(done.failed)}"
+        f" failed), {count(done.missing)} missing; {done.status.replace('_', ' ')}. The context limit had"
+        f" left out {count(done.dropped)} turns."
+    )
+
+
+def by_tier(tiers: Tiers) -> str:
+    """Where the cached tokens were."""
+    return (
+        f"Cached tokens by tier, {count(tiers.requests)} requests: device {count(tiers.device)}, "
+        f"host {count(tiers.host)}, storage {count(tiers.storage)}, not split {count(tiers.unsplit)}."
+    )
+
+
+def speed(rates: Throughput) -> str:
+    """Throughput in tokens and requests."""
+    return (
+        f"{per_second(rates.output_tokens_per_s)} output tokens/s, {per_second(rates.prompt_tokens_per_s)}"
+        f" prompt tokens/s, {per_second(rates.requests_per_s)} requests/s over {seconds(rates.wall_s)}."
+    )
+
+
+def within(good: Goodput) -> str:
+    """Goodput and its objectives."""
+    return (
+        f"{percent(good.fraction)} of recorded requests ({count(good.requests)}, "
+        f"{per_second(good.requests_per_s)}/s) within {objectives(good)}."
+    )

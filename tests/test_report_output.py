@@ -1,0 +1,262 @@
+"""The report as files and on the terminal: run directory in; tables, JSON and page out."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from plotly.offline import get_plotlyjs
+from rich.console import Console
+
+from agentserve.cli.report import command
+from eval.report import Report, render_terminal, summarize
+from eval.report.figures.rates import running
+from eval.report.html import render_html
+from eval.report.text import shortened
+from tests.test_report_summary import FINISHED, SMALL, header, record
+from traces.replay.record import RequestRecord, RunEvent, RunHeader
+
+HOSTILE = '</script><img src=x onerror="alert(1)"><b>&'
+
+
+def write_run(
+    path: Path, head: RunHeader, records: list[RequestRecord], events: list[RunEvent], tail: str = ""
+) -> Path:
+    path.mkdir()
+    (path / "run.json").write_text(head.model_dump_json())
+    (path / "requests.jsonl").write_text("".join(r.model_dump_json() + "\n" for r in records) + tail)
+    (path / "events.jsonl").write_text("".join(e.model_dump_json() + "\n" for e in events))
+    return path
+
+
+def many(count: int, seed: int = 0) -> list[RequestRecord]:
+    """Requests of 40-turn sessions with growing prompts, ids as long as real ones."""
+    rng = random.Random(seed)
+    records = []
+    for i in range(count):
+        session, turn = divmod(i, 40)
+        prompt = 15_000 + 1_500 * turn + rng.randrange(1_000)
+        lcp = 0 if turn == 0 else prompt - rng.randrange(200, 1_200)
+        sent = 3.0 * turn + rng.random()
+        first = sent + rng.lognormvariate(-1, 1)
+        records.append(
+            record(
+                f"session-{session:04d}-{rng.getrandbits(128):032x}",
+                turn,
+                prompt,
+                lcp,
+                cached_tokens=max(0, lcp // 10 * 10 - rng.choice((0, 0, 0, 5_000))),
+                ready_s=sent,
+                sent_s=sent,
+                first_token_s=first,
+                done_s=first + rng.random() * 4,
+            )
+        )
+    return records
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load or show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._raw = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._raw = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._raw = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._raw == "script":
+            self.scripts.append(data)
+        elif not self._raw:
+            self.text += data
+
+
+def page_of(records: list[RequestRecord], events: list[RunEvent] = FINISHED) -> str:
+    return render_html(summarize(header(requests=len(records)), records, events), records)
+
+
+def test_page_loads_nothing_from_outside() -> None:
+    text = page_of(many(200))
+    page = Page(text)
+    for tag, attributes in page.tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base", "form"), tag
+        for name in ("src", "href", "action", "data", "srcset"):
+            assert (attributes.get(name) or "data:,").startswith("data:,"), (tag, attributes)
+    policy = next(a["content"] for t, a in page.tags if t == "meta" and a.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    own = text.replace(get_plotlyjs(), "")
+    assert not re.search(r"@import|url\(|https?://(?!127\.0\.0\.1)", own)
+    assert len(own) < len(text)
+
+
+def test_page_escapes_text_of_records() -> None:
+    records = [r.model_copy(update={"session": HOSTILE + r.session, "flow": "<i>f"}) for r in SMALL]
+    error = records[-1].error
+    assert error is not None
+    records[-1] = records[-1].model_copy(update={"error": error.model_copy(update={"message": HOSTILE})})
+    text = page_of(records)
+    assert HOSTILE not in text
+    assert "<img" not in text.replace(get_plotlyjs(), "")
+    page = Page(text)
+    assert HOSTILE + "a" in page.text  # shown as it is
+    assert page.text.count(HOSTILE) >= 5  # sessions, worst requests, errors
+    assert "<" not in page.scripts[0]  # no "</script>" can end it early
+    figures = json.loads(page.scripts[0])  # plotly reads HTML in labels, so they hold entities
+    labels = [label for f in figures if f["id"] == "sessions" for label in f["layout"]["yaxis"]["ticktext"]]
+    assert labels
+    assert not any("<" in label for label in labels)
+
+
+def test_page_has_every_figure_with_a_definition_and_a_place() -> None:
+    page = Page(page_of(many(200)))
+    keys = {f["id"] for f in json.loads(page.scripts[0])}
+    assert keys == {"waterfall", "over_time", "ttft", "sessions", "latency", "growth"}
+    assert keys == {a["id"] for t, a in page.tags if t == "div" and a.get("class") == "plot"}
+    assert sum(t == "figcaption" for t, _ in page.tags) == len(keys)
+    report = summarize(header(), SMALL, FINISHED)
+    for rate in report.rates:
+        assert rate.definition in page.text
+
+
+def test_waterfall_shows_the_chain() -> None:
+    report = summarize(header(), SMALL, FINISHED)
+    [figure] = [f for f in json.loads(Page(page_of(SMALL)).scripts[0]) if f["id"] == "waterfall"]
+    bars = figure["data"][0]["y"]
+    assert bars[0] + sum(bars[1:-1]) == pytest.approx(bars[-1])
+    assert bars[-1] == pytest.approx(100 * report.chain.end_tokens / report.chain.prompt_tokens)
+
+
+def test_page_without_cached_counts_and_first_tokens() -> None:
+    records = [r.model_copy(update={"cached_tokens": None, "first_token_s": None}) for r in SMALL]
+    page = Page(page_of(records))
+    assert "reported no realized rate" in page.text
+    assert "ttft" not in {f["id"] for f in json.loads(page.scripts[0])}
+
+
+def test_running_requests() -> None:
+    import numpy as np
+
+    records = [record("a", 0, 5, sent_s=0.0, done_s=4.0), record("a", 1, 5, sent_s=1.0, done_s=2.0)]
+    assert running(records, np.array([0.0, 2.0, 4.0, 6.0])).tolist() == [1.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [5_000, 20_000])
+def test_page_stays_small(count: int) -> None:
+    assert len(page_of(many(count)).encode()) < 6_000_000
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_fits(width: int) -> None:
+    out = io.StringIO()
+    records = many(120)
+    report = summarize(header(requests=500), records, [RunEvent(at_s=0, kind="interrupted")])
+    render_terminal(report, Console(file=out, width=width, color_system=None))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(line.strip(" │") for line in lines).split())
+    assert "380 of 500 planned requests are missing" in text
+    for rate in report.rates:  # whole, not cut off by the width
+        assert f"{rate.hit_tokens:,}" in text
+        assert rate.definition.split(":")[0] in text
+    assert "…" not in re.sub(r"sess\S*…\S*", "", text)
+
+
+def test_terminal_prints_foreign_text_as_it_is() -> None:
+    out = io.StringIO()
+    records = [r.model_copy(update={"session": "[red]x\x1b[2J" + r.session}) for r in SMALL]
+    render_terminal(summarize(header(), records, FINISHED), Console(file=out, width=120, color_system=None))
+    assert "[red]x" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_shortened_keeps_both_ends() -> None:
+    assert shortened("abcdefghij", 5) == "ab…ij"
+    assert shortened("abcde", 5) == "abcde"
+
+
+def test_command_writes_json_and_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", header(), SMALL, FINISHED)
+    result = CliRunner().invoke(command, [str(run)])
+    assert result.exit_code == 0, result.output
+    assert "34.48 %" in result.output  # 50 / 145
+    report = Report.model_validate_json((run / "report.json").read_text())
+    assert report == summarize(header(), SMALL, FINISHED)
+    assert "<title>Hit rate of run run</title>" in (run / "report.html").read_text()
+
+
+def test_command_json_on_stdout_is_nothing_else(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", header(), SMALL, FINISHED)
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(command, [str(run), "--json", "-", "--html", str(page), "--page", "20"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["page_size"] == {"tokens": 20, "source": "option"}
+    assert page.exists()
+    assert sorted(p.name for p in run.iterdir()) == ["events.jsonl", "requests.jsonl", "run.json"]
+
+
+def test_command_on_an_interrupted_run_cut_in_a_line(tmp_path: Path) -> None:
+    half = SMALL[1].model_dump_json()[:50]
+    events = [RunEvent(at_s=0, kind="started")]
+    run = write_run(tmp_path / "run", header(), SMALL[:1], events, tail=half)
+    result = CliRunner().invoke(command, [str(run)])
+    assert result.exit_code == 0, result.output
+    assert "3 of 4 planned" in " ".join(result.output.split())
+    page = Page((run / "report.html").read_text())
+    assert "3 of 4 planned requests are missing" in page.text
+    assert "cut off" in page.text
+    assert any(a.get("role") == "alert" for _, a in page.tags)
+
+
+def test_command_names_file_and_line_of_a_corrupt_record(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", header(), SMALL[:1], FINISHED, tail='{"session": 3\n{}\n')
+    result = CliRunner().invoke(command, [str(run)])
+    assert result.exit_code == 1
+    assert re.search(r"requests\.jsonl, line 2: ", result.output)
+    assert not (run / "report.html").exists()
+
+
+def test_command_on_an_empty_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, [str(write_run(tmp_path / "run", header(), [], []))])
+    assert result.exit_code == 1
+    assert "no recorded request" in result.output
+
+
+def test_command_on_something_else(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, [str(tmp_path)])
+    assert result.exit_code == 1
+    assert "run.json" in result.output
+    both = CliRunner().invoke(command, [str(tmp_path), "--html", "x", "--no-html"])
+    assert both.exit_code == 2
+
+
+def test_command_says_where_else_to_write(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", header(), SMALL, FINISHED)
+    target = tmp_path / "missing" / "report.json"
+    result = CliRunner().invoke(command, [str(run), "--json", str(target), "--no-html"])
+    assert result.exit_code == 1
+    assert "--json PATH" in result.output
+    assert not (run / "report.html").exists()
+
+
+def test_resumed_run_tells_of_retried_requests(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", header(), SMALL, FINISHED)
+    (run / "retried.jsonl").write_text(SMALL[0].model_dump_json() + "\n")
+    result = CliRunner().invoke(command, [str(run), "--json", "-", "--no-html"])
+    [note] = json.loads(result.stdout)["notes"]
+    assert note.startswith("1 requests failed")
