@@ -5,9 +5,11 @@ A run is a directory::
     RUN/run.json         RunHeader: what was replayed, against which server, with which settings
     RUN/requests.jsonl   RequestRecord, one per line, in order of completion
     RUN/events.jsonl     RunEvent: turns dropped, server lost, interrupted, resumed, finished
+    RUN/outputs.jsonl, RUN/retried.jsonl   see ``store``
     RUN/report.json, RUN/report.html   written by ``agentserve report``
 
-All times are seconds on one monotonic clock that starts with the run (``RunHeader.started_unix`` places it).
+All times are seconds on one monotonic clock that starts with the run (``RunHeader.started_unix`` places it). A
+resumed run takes the clock up where it stopped, so that the pause is no part of any duration.
 Token counts that end in ``_lcp`` are lengths of a longest common prefix with *earlier requests of this run*,
 in tokens, at page size 1 and not capped: ``radix_cache.rates`` turns them into hit tokens for a page size.
 """
@@ -57,7 +59,9 @@ class RunHeader(_Model):
     think: dict[str, Any]  # mode, scale, cap
     over_limit: Literal["end-flow", "drop-turn", "fail"]
     seed: int
+    vocab: tuple[int, int] | None = None  # half-open range of the token ids that prompts are made of
     server: ServerInfo
+    config: dict[str, Any] = Field(default_factory=dict)  # ReplayConfig less its defaults, for --resume
 
 
 class RequestError(_Model):

@@ -1,0 +1,1 @@
+"""How a request reaches a server: one module per protocol behind ``base.Client``."""

@@ -1,0 +1,124 @@
+"""What the replay needs from a server, whatever its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from traces.replay.record import RequestError, ServerInfo
+
+Tokens = npt.NDArray[np.int32]
+Message = dict[str, str]
+
+
+class ServerUnreachableError(RuntimeError):
+    """No usable server at the address. The message says what was tried and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as built.
+
+    Attributes:
+        prompt: token ids, int32, shape (prompt_tokens,).
+        max_tokens: tokens to generate (>= 1).
+        messages: the same prompt as chat messages; only the OpenAI client reads them.
+    """
+
+    prompt: Tokens
+    max_tokens: int
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came back. With ``error`` set, the other fields hold what was known when it happened."""
+
+    prompt_tokens: int | None = None  # as counted by the server
+    output_tokens: int = 0
+    output_ids: Tokens | None = None  # None where the protocol does not carry token ids
+    output_text: str | None = None  # only where there are no token ids
+    cached_tokens: int | None = None
+    cached_device: int | None = None
+    cached_host: int | None = None
+    cached_storage: int | None = None
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+class Client(Protocol):
+    """A connection to one server. All methods run on one event loop."""
+
+    #: True when the server must count exactly ``len(prompt)`` prompt tokens.
+    exact_prompt: bool
+    #: True when the server was told to go on past its end token, so that output length is as wanted.
+    exact_output: bool
+    #: True when the call's ``messages`` are sent instead of its ``prompt``.
+    uses_messages: bool
+
+    async def info(self) -> ServerInfo:
+        """Ask the server about itself.
+
+        Raises:
+            ServerUnreachableError: nothing answers, or what answers is no such server.
+        """
+
+    async def vocabulary(self) -> tuple[int, int] | None:
+        """Half-open range of ordinary token ids to build prompts from; None where it cannot be known."""
+
+    async def alive(self) -> bool:
+        """One short probe (2 s at most) that never raises."""
+
+    async def flush_cache(self) -> None:
+        """Empty the server's prefix cache.
+
+        Raises:
+            ServerUnreachableError: the server refused or has no such request.
+        """
+
+    async def generate(self, call: Call, on_first_token: Callable[[], None]) -> Outcome:
+        """Send the call and read its stream to the end.
+
+        Calls ``on_first_token`` once, when the first generated token arrives. Failures are returned in
+        ``Outcome.error``, never raised; a cancelled call closes its connection, which aborts it at the server.
+        """
+
+    async def aclose(self) -> None: ...
+
+
+def http_client(base_url: str, *, timeout_s: float, api_key: str | None) -> httpx.AsyncClient:
+    """The one place where timeouts and connection limits are set.
+
+    Args:
+        timeout_s: longest silence on an open request, in seconds; a queued request is silent until it starts.
+        api_key: sent as a bearer token; never written to the run.
+    """
+    return httpx.AsyncClient(
+        base_url=base_url,
+        timeout=httpx.Timeout(timeout_s, connect=10.0),
+        # The engine bounds concurrency; a pool limit below it would queue requests unseen and spoil TTFT.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        trust_env=False,  # a proxy from the environment would sit between us and a local server
+    )
+
+
+def as_request_error(error: httpx.HTTPError) -> RequestError:
+    """Name a transport failure. A request that could not be sent at all is also a connection error."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return RequestError(kind="timeout", message=text)
+    return RequestError(kind="connection", message=text)
+
+
+async def probe(http: httpx.AsyncClient, path: str) -> bool:
+    try:
+        response = await http.get(path, timeout=2.0)
+    except httpx.HTTPError:
+        return False
+    return response.status_code < 500

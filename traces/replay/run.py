@@ -1,0 +1,343 @@
+"""One replay from start to end: look at the server, choose what to send, run the engine, close the books."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from traces import open_trace
+from traces.model import ReadStats, TraceError
+from traces.replay.clients.base import Client, ServerUnreachableError
+from traces.replay.clients.openai import OpenAIClient
+from traces.replay.clients.sglang import SGLangClient, usable_context
+from traces.replay.config import ReplayConfig
+from traces.replay.engine import Engine, Rules, Status
+from traces.replay.record import RunEvent, RunHeader, ServerInfo
+from traces.replay.select import Limits, Selection, select
+from traces.replay.store import Progress, RunError, RunWriter, read_run, reopen
+from traces.replay.tally import Tally
+
+
+class ReplayError(RuntimeError):
+    """A replay that could not start. The message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a replay ended.
+
+    Attributes:
+        tally: sums over all requests of the run, those from before a resume included.
+        dropped_turns: turns that the context limit left out.
+        interrupted_requests: requests in flight at Ctrl-C; they have no record and are sent again on resume.
+        wall_s: seconds this process replayed.
+    """
+
+    path: Path
+    status: Status
+    tally: Tally
+    dropped_turns: int
+    interrupted_requests: int
+    wall_s: float
+
+
+def replay(
+    config: ReplayConfig,
+    *,
+    resume: bool = False,
+    api_key: str | None = None,
+    on_progress: Callable[[Tally], None] = lambda tally: None,
+    handle_signals: bool = True,
+) -> RunResult:
+    """Replay a trace against a running server and write ``config.out``.
+
+    Args:
+        resume: go on with the run in ``config.out`` (take ``config`` from ``resumed_config``).
+        api_key: bearer token for the server; not written anywhere.
+        on_progress: called after each record and whenever a session starts or ends.
+        handle_signals: first SIGINT or SIGTERM stops cleanly, the second exits at once; main thread only.
+
+    Raises:
+        ReplayError: no server, unknown trace, nothing to send, or a run that does not match.
+    """
+    try:
+        return asyncio.run(_replay(config, resume, api_key, on_progress, handle_signals))
+    except (ServerUnreachableError, RunError, TraceError) as error:
+        raise ReplayError(str(error)) from error
+
+
+def resumed_config(path: Path, *, url: str | None = None) -> ReplayConfig:
+    """The settings of the run in ``path``; ``url`` where the server has moved.
+
+    Raises:
+        ReplayError: no run there, or one without settings.
+    """
+    try:
+        header = read_run(path).header
+    except RunError as error:
+        raise ReplayError(f"nothing to resume: {error}") from error
+    if not header.config:
+        raise ReplayError(f"{path}/run.json: field 'config' is missing; this run cannot be resumed")
+    change: dict[str, object] = {"out": path}
+    if url is not None:
+        change["url"] = url
+    return ReplayConfig.model_validate(header.config | change)
+
+
+async def _replay(
+    config: ReplayConfig,
+    resume: bool,
+    api_key: str | None,
+    on_progress: Callable[[Tally], None],
+    handle_signals: bool,
+) -> RunResult:
+    client = _client(config, api_key)
+    try:
+        header = read_run(config.out).header if resume else None
+        if header is None:
+            RunWriter.check_free(config.out)
+        server = await client.info()
+        vocab = (header and header.vocab) or config.vocab or await client.vocabulary()
+        if vocab is None:
+            raise ReplayError(
+                f"{config.url} does not tell its vocabulary and its checkpoint ({server.model}) is not readable here; "
+                "give a range of ordinary token ids, such as --vocab 1000:100000"
+            )
+        # Reading a large trace takes a while; whatever else can fail was tried before.
+        limit = context_limit(config, server) if header is None else _same_limit(header, config, server)
+        selection = _select(config, limit)
+        before = None
+        if header is not None:
+            _check_same(header, selection, config)
+            writer, before = reopen(config.out)
+        else:
+            writer = RunWriter.create(config.out, _header(config, server, selection, vocab, limit))
+        try:
+            wanted = config.client == "sglang" if config.flush_cache is None else config.flush_cache
+            if wanted and not resume:
+                await client.flush_cache()
+            return await _run(config, client, writer, selection, server, vocab, before, on_progress, handle_signals)
+        finally:
+            writer.close()
+    finally:
+        await client.aclose()
+
+
+async def _run(
+    config: ReplayConfig,
+    client: Client,
+    writer: RunWriter,
+    selection: Selection,
+    server: ServerInfo,
+    vocab: tuple[int, int],
+    before: Progress | None,
+    on_progress: Callable[[Tally], None],
+    handle_signals: bool,
+) -> RunResult:
+    tally = Tally(selection.requests, len(selection.sessions), page_size=server.page_size or 1)
+    started = time.monotonic()
+    offset = before.clock_s if before is not None else 0.0
+
+    def clock() -> float:
+        return offset + time.monotonic() - started
+
+    rules = Rules(config.concurrency, config.thinking, config.history, config.sharing, config.seed, vocab)
+    engine = Engine(client, writer, rules, tally, clock, on_progress)
+    if before is None:
+        writer.event(RunEvent(at_s=0.0, kind="started", requests=selection.requests))
+        for drop in selection.dropped:
+            writer.event(
+                RunEvent(
+                    at_s=0.0,
+                    kind="dropped",
+                    session=drop.session,
+                    flow=drop.flow,
+                    turn=drop.turn,
+                    requests=1,
+                    message=drop.reason,
+                )
+            )
+    else:
+        engine.restore(selection.sessions, before.done, before.outputs)
+        left = selection.requests - len(before.done)
+        writer.event(RunEvent(at_s=clock(), kind="resumed", requests=left, message=_resume_message(before, server)))
+        started = time.monotonic()  # rebuilding is no part of the run
+    with _Signals(engine.interrupt, enabled=handle_signals):
+        status = await engine.run(selection.sessions)
+    if status == "interrupted":
+        aborted = engine.interrupted_requests
+        message = f"{aborted} requests in flight were aborted and have no record"
+        writer.event(RunEvent(at_s=clock(), kind="interrupted", requests=aborted, message=message))
+    elif status == "finished":
+        writer.event(RunEvent(at_s=clock(), kind="finished", requests=tally.requests))
+    return RunResult(
+        path=config.out,
+        status=status,
+        tally=tally,
+        dropped_turns=len(selection.dropped),
+        interrupted_requests=engine.interrupted_requests,
+        wall_s=time.monotonic() - started,
+    )
+
+
+class _Signals:
+    """First SIGINT or SIGTERM: ``on_first``. Second: leave at once (records are flushed as they are written)."""
+
+    def __init__(self, on_first: Callable[[], None], *, enabled: bool) -> None:
+        self._on_first = on_first
+        self._enabled = enabled
+        self._count = 0
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            # Outside the main thread no handler can be set; the caller's own then stays in force.
+            with suppress(ValueError, RuntimeError, NotImplementedError):
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._enabled:
+            with suppress(ValueError, RuntimeError, NotImplementedError):
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _signalled(self) -> None:
+        self._count += 1
+        if self._count > 1:
+            os._exit(130)
+        self._on_first()
+
+
+def _client(config: ReplayConfig, api_key: str | None) -> Client:
+    if config.client == "sglang":
+        return SGLangClient(config.url, timeout_s=config.request_timeout_s, api_key=api_key)
+    return OpenAIClient(
+        config.url,
+        model=config.model,
+        ignore_eos=config.ignore_eos,
+        timeout_s=config.request_timeout_s,
+        api_key=api_key,
+    )
+
+
+def _select(config: ReplayConfig, max_context: int | None) -> Selection:
+    limits = Limits(
+        sessions=config.sessions,
+        requests=config.limit_requests,
+        max_turns=config.max_turns,
+        max_output=config.max_output,
+        tokens_per_block=config.tokens_per_block,
+        max_context=max_context,
+        over_limit=config.over_limit,
+        shuffle=config.shuffle,
+        seed=config.seed,
+    )
+    stats = ReadStats()
+    try:
+        sessions = open_trace(config.trace, format=config.trace_format, skip_bad=config.skip_bad, stats=stats)
+        selection = select(sessions, limits)
+    except (OSError, ValueError) as error:
+        raise ReplayError(str(error)) from error
+    if not selection.sessions:
+        if selection.emptied:
+            raise ReplayError(
+                f"nothing to send: all {len(selection.emptied)} sessions of {config.trace} are over the context "
+                f"limit of {limits.max_context} tokens from their first turn on; reduce them with --tokens-per-block, "
+                "or serve with a larger context"
+            )
+        bad = f" ({stats.skipped_sessions} bad ones skipped, first: {stats.skipped[0]})" if stats.skipped else ""
+        raise ReplayError(f"nothing to send: {config.trace} holds no session{bad}")
+    return selection
+
+
+def context_limit(config: ReplayConfig, server: ServerInfo) -> int | None:
+    """Prompt plus output that a request may have, in tokens: what was asked for, and what the server takes.
+
+    For a text protocol the server's limit is in its own tokens, near the recorded ones at best.
+    """
+    takes = usable_context(server) if server.client == "sglang" else server.context_length
+    return min((limit for limit in (config.max_context, takes) if limit is not None), default=None)
+
+
+def _header(
+    config: ReplayConfig,
+    server: ServerInfo,
+    selection: Selection,
+    vocab: tuple[int, int],
+    max_context: int | None,
+) -> RunHeader:
+    trace_path = Path(config.trace)
+    settings = config.model_dump(mode="json", exclude_defaults=True)
+    settings["out"] = str(config.out)
+    if trace_path.exists():
+        settings["trace"] = str(trace_path.resolve())  # resuming may start from another directory
+    chosen = ("sessions", "max_turns", "max_output", "limit_requests", "shuffle", "skip_bad")
+    try:
+        own_version = version("agentserve")
+    except PackageNotFoundError:
+        own_version = "unknown"
+    return RunHeader(
+        agentserve_version=own_version,
+        run_id=uuid.uuid4().hex[:12],
+        started_unix=time.time(),
+        trace=config.trace,
+        trace_sha256=selection.sha256,
+        trace_format=config.trace_format or "auto",
+        sessions=len(selection.sessions),
+        requests=selection.requests,
+        filter={name: getattr(config, name) for name in chosen} | {"max_context": max_context},
+        tokens_per_block=selection.block_size,
+        recorded_block_size=selection.recorded_block_size,
+        prefix_sharing=config.sharing,
+        history=config.history,
+        concurrency=config.concurrency,
+        think=config.thinking.as_dict(),
+        over_limit=config.over_limit,
+        seed=config.seed,
+        vocab=vocab,
+        server=server,
+        config=settings,
+    )
+
+
+def _same_limit(header: RunHeader, config: ReplayConfig, server: ServerInfo) -> int | None:
+    """The run's own context limit, which this server must still take: else other turns would be dropped."""
+    limit: int | None = header.filter.get("max_context")
+    takes = context_limit(config, server)
+    if takes is not None and (limit is None or takes < limit):
+        raise ReplayError(
+            f"{config.out} was started with a context limit of {limit} tokens, this server takes {takes}; serve with "
+            "the same context length and cache capacity as before, or start a new run"
+        )
+    return limit
+
+
+def _check_same(header: RunHeader, selection: Selection, config: ReplayConfig) -> None:
+    if header.trace_sha256 != selection.sha256:
+        raise ReplayError(
+            f"{config.trace} gives other requests than when {config.out} was started (digest "
+            f"{selection.sha256[:12]} instead of {header.trace_sha256[:12]}): the trace has changed; restore it, or "
+            "start a new run"
+        )
+
+
+def _resume_message(before: Progress, server: ServerInfo) -> str:
+    notes = [f"{len(before.done)} records kept"]
+    if before.retried:
+        notes.append(f"{before.retried} requests that lost their server are sent again")
+    if before.cut_lines:
+        notes.append(f"{before.cut_lines} half-written last lines were cut off")
+    started = "startup_time"
+    if before.header.server.args.get(started) != server.args.get(started) or (
+        before.header.server.base_url != server.base_url
+    ):
+        notes.append("the server is another process, whose cache began empty: theory still counts what was sent before")
+    return "; ".join(notes)
