@@ -43,9 +43,7 @@ _FIELD_OF_OPTION = {
 @click.option("--context-length", type=int, help="Longest request, in tokens.")
 @click.option("--kv-tokens", type=int, help="Capacity of the KV cache, in tokens.")
 @click.option("--page-size", type=int, help="Tokens per page; M3 needs its sparse block size.")
-@click.option(
-    "--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16."
-)
+@click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
 @click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds to wait until it is healthy.")
@@ -91,9 +89,7 @@ def command(
             except KeyboardInterrupt:
                 errors.print("stopping the server (Ctrl-C again to kill it)")
                 return
-            errors.print(
-                f"the server ended by itself with exit code {exit_code}; its last lines:", soft_wrap=True
-            )
+            errors.print(f"the server ended by itself with exit code {exit_code}; its last lines:", soft_wrap=True)
             errors.print(escape(server.log_tail()), soft_wrap=True)
     except ServerError as error:
         errors.print(escape(str(error)), soft_wrap=True)

@@ -72,7 +72,7 @@ class ServerProcess:
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._install_handlers()
+        self.catch_signals()
         try:
             with self.log.open("wb") as out:
                 self._process = subprocess.Popen(
@@ -209,7 +209,8 @@ class ServerProcess:
         return "\n".join(_tail(self.log, lines))
 
     def last_line(self) -> str:
-        return next((line for line in reversed(_tail(self.log, 5)) if line.strip()), "")
+        """The log's last line that says something: Python's warnings quote source lines, indented."""
+        return next((line for line in reversed(_tail(self.log, 10)) if line[:1].strip()), "")
 
     def _why(self, exit_code: int, elapsed: float) -> str:
         how = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
@@ -227,13 +228,14 @@ class ServerProcess:
             raise RuntimeError("ServerProcess is used before it was entered")
         return self._process
 
-    def _install_handlers(self) -> None:
+    def catch_signals(self) -> None:
+        """Have SIGTERM and SIGHUP end the block; again after code that has set handlers of its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGHUP):
             # nohup ignores SIGHUP on purpose.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, _exit_by_signal)
+                self._handlers.setdefault(number, signal.signal(number, _exit_by_signal))
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():

@@ -1,0 +1,71 @@
+"""``agentserve demo``: launch the tiny M3, replay a trace against it and show the report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from agentserve.launch.demo import demo_overrides, free_run_directory, replay_arguments
+from agentserve.launch.host import free_port
+from agentserve.launch.plan import make_plan
+from agentserve.launch.preflight import preflight
+from agentserve.launch.process import ServerError, ServerProcess
+from agentserve.launch.recipe import find_recipe, load_recipe
+from agentserve.launch.show import print_findings, starting
+
+
+@click.command()
+@click.option("--sessions", type=click.IntRange(min=1), default=8, show_default=True, help="Sessions to replay.")
+@click.option("--trace", type=click.Path(exists=True, path_type=Path), help="Recorded trace instead.")
+@click.option("--out", type=click.Path(path_type=Path), default="runs/demo", show_default=True, help="Run directory.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), default=".cache/tiny-m3", show_default=True,
+              help="Tiny M3; written if it is not there.")  # fmt: skip
+def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> None:
+    """Launch a tiny random MiniMax-M3 on this CPU, replay coding sessions and report the hit rate.
+
+    The three steps are the commands `launch`, `replay` and `report`; they are shown as they run.
+    """
+    from agentserve.cli.replay import command as replay
+    from agentserve.cli.report import command as report
+
+    began = time.monotonic()
+    console = Console(stderr=True, highlight=False)
+    if not (checkpoint / "config.json").is_file():
+        from agentserve.checkpoint.tiny import write_tiny_checkpoint
+
+        write_tiny_checkpoint(checkpoint, overwrite=True)
+        console.print(escape(f"wrote a tiny random MiniMax-M3 to {checkpoint}"))
+    out = free_run_directory(out)
+    recipe = load_recipe(find_recipe("tiny-cpu"), demo_overrides(free_port(), checkpoint))
+    checked = preflight(recipe)
+    print_findings(console, checked)
+    if not checked.ok:
+        sys.exit(2)
+    plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path.cwd())
+    try:
+        with ServerProcess(plan, out.with_name(f"{out.name}-server.log")) as server:
+            _announce(console, ["launch", "tiny-cpu", "--model", str(checkpoint), "--port", str(recipe.port)])
+            with starting(console, server.log) as progress:
+                seconds = server.wait_ready(600.0, progress)
+            console.print(f"ready after {seconds:.0f} s: {plan.url}")
+            arguments = replay_arguments(trace, sessions, out, plan.url)
+            _announce(console, ["replay", *arguments])
+            code = replay.main(arguments, standalone_mode=False)
+            server.catch_signals()  # the replay had its own
+    except ServerError as error:
+        console.print(escape(str(error)), soft_wrap=True)
+        sys.exit(1)
+    _announce(console, ["report", str(out)])
+    report.main([str(out)], standalone_mode=False)
+    console.print(f"demo took {time.monotonic() - began:.0f} s; the server is stopped")
+    sys.exit(code or 0)
+
+
+def _announce(console: Console, arguments: list[str]) -> None:
+    console.print(f"[bold]$ agentserve {escape(shlex.join(arguments))}[/]", soft_wrap=True)
