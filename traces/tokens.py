@@ -202,7 +202,8 @@ class TokenBook:
         tree = self._tree
         on_head: dict[int, int] = {}  # block -> its first token in the shared head
         for key, path in tree.head_paths.values() if self._shared_heads else ():
-            on_head.update(zip(path.tolist(), self._head(key)[:: self._block].tolist(), strict=True))
+            # The path is shorter than the head where the session never sent all of it.
+            on_head.update(zip(path.tolist(), self._head(key)[:: self._block].tolist(), strict=False))
         chosen: dict[int, int] = {}
         for parent, later in tree.later_children.items():
             eldest = tree.first_child[parent]
