@@ -55,6 +55,7 @@ class ReplayServer:
     token_s: float = 0.0  # seconds per streamed chunk
     incremental: bool = False
     reports_cache: bool = True
+    model_path: str = "nowhere/tiny"
     faults: Faults = field(default_factory=Faults)
     index: TokenPrefixIndex = field(default_factory=TokenPrefixIndex)
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -88,7 +89,7 @@ class ReplayServer:
     async def _model_info(self, request: Request) -> Response:
         if self.faults.unhealthy:
             return PlainTextResponse("starting", status_code=503)
-        return JSONResponse({"model_path": "/nowhere/tiny", "served_model_name": "tiny"})
+        return JSONResponse({"model_path": self.model_path, "served_model_name": "tiny"})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"data": [{"id": "tiny", "max_model_len": self.context_length}]})

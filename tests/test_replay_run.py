@@ -101,6 +101,18 @@ def test_what_is_sent_is_seeded_and_of_the_recorded_length(trace: Path, tmp_path
     assert sorted(len(ids) for ids in seen[0][:PER_SESSION]) == sorted(lengths)
 
 
+@pytest.mark.parametrize("config", [{"vocab_size": 320}, {"text_config": {"vocab_size": 320}}])
+def test_token_ids_come_from_the_middle_of_the_checkpoints_vocabulary(
+    trace: Path, tmp_path: Path, config: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    server = ReplayServer(model_path=str(tmp_path))
+    go(trace, tmp_path / "run", server, vocab=None, limit_requests=4)
+    sent = {token for body in server.seen for token in body["input_ids"]}
+    assert (min(sent), max(sent)) == (40, 239)
+    assert read_run(tmp_path / "run").header.vocab == (40, 240)
+
+
 def test_own_history_sends_the_servers_words_back(trace: Path, tmp_path: Path) -> None:
     hits = {}
     for history in ("recorded", "own"):
@@ -178,6 +190,7 @@ def test_context_limit_drops_turns_before_sending_and_says_so(trace: Path, tmp_p
     assert result.dropped_turns == len(dropped) > 0
     assert len(records) + len(dropped) == 4 * PER_SESSION
     assert run.header.filter["max_context"] == 893
+    assert run.header.trace_format == "weka"
     assert all(r.prompt_tokens + r.output_tokens_wanted <= 894 for r in records)
     gone = {(event.session, event.flow, event.turn) for event in dropped}
     assert not gone & set(keys(records))
@@ -493,6 +506,7 @@ def test_bad_inputs_say_what_to_do(trace: Path, tmp_path: Path) -> None:
         code, output = invoke(trace, "--out", tmp_path / "a", "--url", url, *base)
         assert code == 1
         assert "--no-flush-cache" in output
+    assert not (tmp_path / "a").exists()
 
 
 def test_resume_refuses_another_trace_another_limit_and_other_settings(trace: Path, tmp_path: Path) -> None:

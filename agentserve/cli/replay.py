@@ -59,6 +59,7 @@ _COUNT = click.IntRange(min=1)
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     trace: str | None,
     out: Path | None,
     resume: Path | None,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from traces import open_trace
 from traces.model import ReadStats, TraceError
+from traces.readers.base import resolve_format
 from traces.replay.clients.base import Client, ServerUnreachableError
 from traces.replay.clients.openai import OpenAIClient
 from traces.replay.clients.sglang import SGLangClient, usable_context
@@ -119,11 +120,11 @@ async def _replay(
             _check_same(header, selection, config)
             writer, before = reopen(config.out)
         else:
+            # A resumed run leaves the cache alone: what the run has sent is meant to be in it.
+            if config.client == "sglang" if config.flush_cache is None else config.flush_cache:
+                await client.flush_cache()
             writer = RunWriter.create(config.out, _header(config, server, selection, vocab, limit))
         try:
-            wanted = config.client == "sglang" if config.flush_cache is None else config.flush_cache
-            if wanted and not resume:
-                await client.flush_cache()
             return await _run(config, client, writer, selection, server, vocab, before, on_progress, handle_signals)
         finally:
             writer.close()
@@ -290,7 +291,7 @@ def _header(
         started_unix=time.time(),
         trace=config.trace,
         trace_sha256=selection.sha256,
-        trace_format=config.trace_format or "auto",
+        trace_format=resolve_format(config.trace, config.trace_format).name,
         sessions=len(selection.sessions),
         requests=selection.requests,
         filter={name: getattr(config, name) for name in chosen} | {"max_context": max_context},

@@ -102,7 +102,8 @@ def http_client(base_url: str, *, timeout_s: float, api_key: str | None) -> http
         base_url=base_url,
         timeout=httpx.Timeout(timeout_s, connect=10.0),
         # The engine bounds concurrency; a pool limit below it would queue requests unseen and spoil TTFT.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        # Servers close idle connections after 5 s; to reuse one at that moment would fail a request for nothing.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         trust_env=False,  # a proxy from the environment would sit between us and a local server
     )
