@@ -6,6 +6,7 @@ looks like and what is not supported. Formats read; they know nothing of caches,
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import lzma
 import tarfile
@@ -191,13 +192,17 @@ def full_blocks(ids: BlockIds, prompt_tokens: int, block_size: int) -> tuple[Blo
 
 
 def open_stream(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, through xz or gzip if its name says so."""
-    if path.suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path, "rb"))
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb")
+    """Open a file for reading bytes, decompressed if its name says xz, gzip or bzip2."""
+    opener = _DECOMPRESSORS.get(path.suffix)
+    return path.open("rb") if opener is None else cast(BinaryIO, opener(path, "rb"))
 
+
+_DECOMPRESSORS: dict[str, Callable[..., object]] = {
+    ".xz": lzma.open,
+    ".gz": gzip.open,
+    ".tgz": gzip.open,
+    ".bz2": bz2.open,
+}
 
 # What reading a damaged or truncated container raises.
 CONTAINER_ERRORS = (OSError, EOFError, lzma.LZMAError, tarfile.TarError, gzip.BadGzipFile)

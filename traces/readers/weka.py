@@ -125,13 +125,16 @@ def _file(path: Path) -> Document:
 def _members(path: Path) -> Iterator[Document]:
     empty = True
     try:
-        with tarfile.open(path, "r|*") as archive:
+        # tarfile's own decompression takes a file that is cut between two members for a complete one.
+        with open_stream(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 name = Path(member.name).name
                 file = archive.extractfile(member) if name.endswith(".json") and name[0] != "." else None
                 if file is not None:
                     empty = False
                     yield Document(f"{path}({member.name})", file.read())
+            while stream.read(1 << 16):
+                pass  # to the end, where a compressed file carries its checksum
     except CONTAINER_ERRORS as error:
         raise container_fault(path, error) from error
     if empty:
