@@ -24,7 +24,7 @@ SUBAGENT_MODEL = "generated-small"
 
 # A turn either keeps the whole previous prompt, loses its last block or two, or goes back further.
 P_LOSE_TAIL = 0.053
-P_PULL_BACK = 0.0165  # compaction at the context limit adds to it
+P_PULL_BACK = 0.0150  # compaction at the context limit adds to it
 P_REWRITE = 0.65  # of the pull-backs: same size again (an early message changed); else a compaction
 
 P_END_TURN_AFTER = {StopReason.TOOL_USE: 0.05, StopReason.END_TURN: 0.20}
@@ -166,7 +166,7 @@ class _SessionMaker:
             size += self._settings.block_size
         else:
             return blocks, size
-        return max(0, kept), max(1, size)
+        return max(0, kept), max(1, min(size, self._limit))
 
     def _subagent(self, name: str, main: list[Turn], spawned_by: int) -> Flow:
         spawner = main[spawned_by]
