@@ -43,9 +43,7 @@ class TinyM3Shape:
         if self.num_heads % self.num_kv_heads or self.num_index_heads % self.num_kv_heads:
             raise ValueError("num_heads and num_index_heads must be multiples of num_kv_heads")
         if self.init_blocks + self.local_blocks > self.topk_blocks:
-            raise ValueError(
-                "init_blocks + local_blocks must not exceed topk_blocks: they are part of the top-k"
-            )
+            raise ValueError("init_blocks + local_blocks must not exceed topk_blocks: they are part of the top-k")
 
     def hf_config(self, *, bos_id: int, eos_id: int) -> dict[str, Any]:
         """``config.json`` of the text model, as a dict."""

@@ -49,13 +49,9 @@ def write_tiny_checkpoint(
     """
     shape = shape or TinyM3Shape()
     if BYTE_TOKENS + len(SPECIAL_TOKENS) > shape.vocab_size:
-        raise ValueError(
-            f"vocab_size must be at least {BYTE_TOKENS + len(SPECIAL_TOKENS)}, got {shape.vocab_size}"
-        )
+        raise ValueError(f"vocab_size must be at least {BYTE_TOKENS + len(SPECIAL_TOKENS)}, got {shape.vocab_size}")
     if folder.exists() and any(folder.iterdir()) and not overwrite:
-        raise CheckpointExistsError(
-            f"{folder} is not empty; pass --overwrite to replace it or name another folder"
-        )
+        raise CheckpointExistsError(f"{folder} is not empty; pass --overwrite to replace it or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     config = shape.hf_config(bos_id=special_token_id(BOS), eos_id=special_token_id(EOS))
     tensors = dict(_random_tensors(shape, seed))

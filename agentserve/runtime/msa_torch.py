@@ -132,7 +132,7 @@ def select_decode(
     scores = torch.einsum("nhd,nld->hnl", idx_q.float() * scale, idx_k.float())
     beyond = torch.arange(length, device=idx_q.device) >= seq_lens[:, None]
     scores.masked_fill_(beyond, float("-inf"))
-    pooled = _pool(scores.unflatten(-1, (length // rule.block_size, rule.block_size)), rule.score_type)
+    pooled = _pool(scores.view(*scores.shape[:-1], -1, rule.block_size), rule.score_type)
     return choose_blocks(pooled, seq_lens - 1, rule)
 
 
@@ -149,7 +149,7 @@ def union_of_groups(chosen: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     group = chosen.shape[0] // num_kv_heads
     if group == 1:
         return chosen
-    merged = chosen.unflatten(0, (num_kv_heads, group)).movedim(1, 2).flatten(-2)
+    merged = chosen.view(num_kv_heads, group, *chosen.shape[1:]).movedim(1, 2).flatten(-2)
     none = torch.iinfo(merged.dtype).max
     merged = merged.masked_fill(merged < 0, none).sort(dim=-1).values
     repeat = torch.zeros_like(merged, dtype=torch.bool)

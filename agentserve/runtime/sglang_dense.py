@@ -50,9 +50,7 @@ class DenseTorchAttnBackend(TorchNativeAttnBackend):
         return output
 
 
-def causal_extend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float | None
-) -> torch.Tensor:
+def causal_extend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float | None) -> torch.Tensor:
     """Causal attention of the last ``T`` tokens of a sequence.
 
     The cached prefix is seen by every query, so it needs no mask; the new tokens are a square causal problem. The

@@ -21,8 +21,8 @@ def declare() -> None:
 
     if _kept:
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for schema in _SCHEMAS:
         if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
-            library.define(schema)
+            library.define(schema)  # type: ignore[no-untyped-call]
     _kept.append(library)
