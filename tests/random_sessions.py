@@ -26,8 +26,10 @@ def sessions(draw: st.DrawFn, name: str = "s", max_turns: int = 10) -> Session:
     clocks = [0.0] * flow_count
     for number in range(draw(st.integers(1, max_turns))):
         flow = 0 if number == 0 else draw(st.integers(0, flow_count - 1))
-        path = paths[draw(st.integers(0, len(paths) - 1))]
-        kept = draw(st.integers(0, len(path)))
+        # Mostly a turn goes on from the latest prompt, else from any part of any earlier one.
+        goes_on = draw(st.booleans())
+        path = paths[-1] if goes_on else paths[draw(st.integers(0, len(paths) - 1))]
+        kept = len(path) if goes_on else draw(st.integers(0, len(path)))
         # Up to 4 new blocks; an empty prompt does not exist.
         new = draw(st.integers(0, 4))
         tail = draw(st.integers(0 if kept + new else 1, block - 1))

@@ -90,6 +90,15 @@ def test_lengths_of_a_conversation_worked_out_by_hand() -> None:
     assert add([1, 2, 3, 4], 19, 1) == (15, 19)
 
 
+def test_long_output_reaches_beyond_a_turn_that_takes_up_only_its_beginning() -> None:
+    scan = SessionScan(4, SharedPrefixes())
+    scan.add(PromptShape(np.array([1], dtype=np.int64), 4, 12))
+    assert scan.add(PromptShape(np.array([1, 2], dtype=np.int64), 8, 0)).session_output == 8
+    # 11 tokens of the first output have KV; 4 of them became block 2, so 7 more are there.
+    found = scan.add(PromptShape(np.array([1, 2, 3, 4], dtype=np.int64), 16, 1))
+    assert (found.session, found.session_output) == (8, 15)
+
+
 def test_output_of_zero_or_one_tokens_leaves_nothing_behind() -> None:
     for output in (0, 1):
         scan = SessionScan(4, SharedPrefixes())

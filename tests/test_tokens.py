@@ -122,6 +122,14 @@ def test_sessions_of_one_setup_share_their_head_and_nothing_more() -> None:
     assert common_length(_book(a).prompt("main", 0), _book(b).prompt("main", 0)) == 0
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_siblings_of_the_shared_head_differ_from_it(seed: int) -> None:
+    # With two tokens there is exactly one left for the sibling.
+    session = _session(turn(0, [1], 4, start_s=0), turn(1, [2], 4, start_s=1), head=(3, 0))
+    book = _book(session, vocab=(0, 2), sharing="tools+system", seed=seed)
+    assert book.prompt("main", 0)[0] != book.prompt("main", 1)[0]
+
+
 def test_global_ids_mean_the_same_blocks_in_every_session() -> None:
     def one(name: str, ids: list[int], prompt: int) -> TokenIds:
         session = Session(name, 4, BlockScope.GLOBAL, Flow(MAIN_FLOW, (turn(0, ids, prompt),)))
