@@ -270,7 +270,7 @@ def test_archive_with_faulty_members_is_read_past_them(name: str, mode: str, tmp
 
 def test_without_skip_bad_the_first_fault_ends_the_reading(tmp_path: Path) -> None:
     _archive(tmp_path / "t.tar", _collection(), "w")
-    read = []
+    read: list[str] = []
     with pytest.raises(TraceError, match="session b"):
         read.extend(s.id for s in open_trace(str(tmp_path / "t.tar")))
 

@@ -258,4 +258,4 @@ def test_index_keeps_no_reference_to_the_callers_array() -> None:
 
 def test_index_refuses_other_arrays() -> None:
     with pytest.raises(ValueError, match="1-d int32"):
-        TokenPrefixIndex().insert(np.array([1, 2], dtype=np.int64))  # type: ignore[arg-type]
+        TokenPrefixIndex().insert(np.array([1, 2], dtype=np.int64))
