@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentserve.launch.plan import make_plan
-from agentserve.launch.preflight import preflight
 from agentserve.launch.process import ServerProcess
-from agentserve.launch.recipe import Override, find_recipe, load_recipe
+from agentserve.launch.tiny import tiny_server
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PREFILL_CHUNK = 1024
@@ -35,13 +32,6 @@ def weka_archive() -> Path:
     if folder is None or not (folder / "weka-claude-code.tar.xz").exists():
         pytest.skip("no real traces here; set AGENTSERVE_TRACES")
     return folder / "weka-claude-code.tar.xz"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")
@@ -74,18 +64,9 @@ class TinyServer:
         return self.post("/generate", input_ids=ids, sampling_params=sampling, **options)
 
 
-@pytest.fixture(scope="session")
-def tiny_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
-    overrides = {
-        "model": str(tiny_checkpoint),
-        "port": free_port(),
-        "kv.capacity_tokens": KV_TOKENS,
-        "prefill_chunk": PREFILL_CHUNK,
-    }
-    recipe = load_recipe(find_recipe("tiny-cpu"), [Override(k, v, "conftest") for k, v in overrides.items()])
-    checked = preflight(recipe)
-    assert checked.ok, checked.findings
-    plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=REPOSITORY)
-    with ServerProcess(plan, tmp_path_factory.mktemp("server") / "server.log") as process:
-        process.wait_ready(timeout_s=300)
-        yield TinyServer(plan.url, tiny_checkpoint, 128, process)
+@pytest.fixture(scope="session", name="tiny_server")
+def _tiny_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+    settings = {"kv.capacity_tokens": KV_TOKENS, "prefill_chunk": PREFILL_CHUNK}
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with tiny_server(settings, checkpoint=tiny_checkpoint, log=log) as process:
+        yield TinyServer(process.plan.url, tiny_checkpoint, 128, process)

@@ -57,9 +57,12 @@ def test_cpu_plan() -> None:
         "SGLANG_PLATFORM": "agentserve_cpu",
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "MALLOC_TOP_PAD_": "268435456",
         "SGLANG_OPT_USE_BF16_ROUTER_GEMM": "0",
     }
-    assert made.unset == ("SGLANG_USE_CPU_ENGINE",)
+    assert made.unset == ("SGLANG_USE_CPU_ENGINE", "AGENTSERVE_EVICTION")
     assert any("page size 128" in note for note in made.notes)
 
 

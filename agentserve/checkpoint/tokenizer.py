@@ -26,7 +26,8 @@ CHAT_TEMPLATE = """\
 {{- ']~!b[' -}}
 {%- macro text_of(content) -%}
   {%- if content is string -%}{{ content }}
-  {%- elif content is not none -%}{%- for part in content -%}{{ part.text if part.text is defined else '' }}{%- endfor -%}
+  {%- elif content is not none -%}
+    {%- for part in content -%}{{ part.text if part.text is defined else '' }}{%- endfor -%}
   {%- endif -%}
 {%- endmacro -%}
 {%- macro arguments_of(arguments) -%}
@@ -41,7 +42,9 @@ CHAT_TEMPLATE = """\
 {{- text_of(messages[0].content) if first_is_system else 'You are a helpful assistant.' -}}
 {%- if tools -%}
   {{- '\\n\\n# Tools\\n<tools>\\n' -}}
-  {%- for tool in tools -%}{{- (tool.function if tool.function is defined else tool) | tojson -}}{{- '\\n' -}}{%- endfor -%}
+  {%- for tool in tools -%}
+    {{- (tool.function if tool.function is defined else tool) | tojson ~ '\\n' -}}
+  {%- endfor -%}
   {{- '</tools>' -}}
 {%- endif -%}
 {{- '[e~[\\n' -}}

@@ -176,7 +176,12 @@ def decode(
         chosen = cached_topk_idx
     else:
         executed["select_decode"] += 1
-        chosen = select_decode(idx_q, idx_k_cache[slots, 0], seq_lens, rule, idx_scale)
+        if page_size == block_size_k:  # whole pages: one copy a block instead of one a token
+            pages = slots[:, ::page_size] // page_size
+            keys = idx_k_cache.view(-1, page_size, idx_k_cache.shape[-1])[pages].flatten(1, 2)
+        else:
+            keys = idx_k_cache[slots, 0]
+        chosen = select_decode(idx_q, keys, seq_lens, rule, idx_scale)
         chosen = union_of_groups(chosen, k_cache.shape[1])
     if topk_out is not None:
         topk_out.copy_(chosen)

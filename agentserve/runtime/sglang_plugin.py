@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agentserve.runtime import sglang_cpu_platform
+from agentserve.runtime import policy_settings, sglang_cpu_platform
 
 CHECKED_VERSION = "0.5.23"
 
@@ -62,15 +62,38 @@ def cpu_hooks() -> tuple[Hook, ...]:
     )
 
 
+def policy_hooks() -> tuple[Hook, ...]:
+    """Hooks of the live policies; none is registered unless a policy was asked for."""
+    from agentserve.runtime import sglang_radix_cache
+
+    return (
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+            "around",
+            sglang_radix_cache.prefill_of_admitted,
+            "sets the cache's clock at each scheduler step and keeps requests that admission holds out of the batch",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.close_session",
+            "around",
+            sglang_radix_cache.close_known_session,
+            "POST /close_session reaches the scheduler, which knows no session that was never opened",
+        ),
+    )
+
+
 def register() -> None:
     """Called by SGLang early in each of its processes."""
+    settings = policy_settings.settings_from()
+    if settings is not None:
+        from agentserve.runtime import sglang_radix_cache
+
+        sglang_radix_cache.register_backend(settings)
+        _register_hooks(policy_hooks())
     if not sglang_cpu_platform.selected():
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     sglang_cpu_platform.activate()
-    for hook in cpu_hooks():
-        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    _register_hooks(cpu_hooks())
 
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -81,11 +104,19 @@ def register() -> None:
         return DenseTorchAttnBackend(runner)
 
 
-def require_applied() -> None:
-    """Raise unless every CPU hook is in place in this process."""
+def _register_hooks(hooks: tuple[Hook, ...]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def require_applied(hooks: tuple[Hook, ...] | None = None) -> None:
+    """Raise unless every hook, by default every CPU hook, is in place in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [hook.target for hook in cpu_hooks() if hook.target not in HookRegistry._patched]
+    hooks = cpu_hooks() if hooks is None else hooks
+    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
             f"agentserve's hooks are not in place: {', '.join(missing)}. They were checked against sglang "
