@@ -145,3 +145,21 @@ def test_forced_blocks_must_fit_into_the_topk() -> None:
         BlockRule(128, 2, 2, 1)
     with pytest.raises(ValueError, match="score_type"):
         BlockRule(128, 4, 0, 1, "mean")
+
+
+@pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 37), (100, 1), (100, 37), (1500, 200)])
+def test_dense_extend_equals_public_attention(prefix: int, new: int) -> None:
+    """The operator underneath is private to torch: this sees a torch that changes it."""
+    from agentserve.runtime import torchvision_operators
+
+    torchvision_operators.declare()
+    from agentserve.runtime.sglang_dense import causal_extend
+
+    generator = torch.Generator().manual_seed(prefix + new)
+    q = torch.randn(new, 4, 16, generator=generator)
+    k, v = (torch.randn(prefix + new, 2, 16, generator=generator) for _ in range(2))
+    mask = torch.arange(prefix + new) <= torch.arange(prefix, prefix + new)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.movedim(0, 1)[None], k.movedim(0, 1)[None], v.movedim(0, 1)[None], attn_mask=mask, enable_gqa=True
+    )[0].movedim(1, 0)
+    torch.testing.assert_close(causal_extend(q, k, v, prefix, None), expected)
