@@ -31,6 +31,8 @@ _FIELD_OF_OPTION = {
     "context_length": "context_length",
     "kv_tokens": "kv.capacity_tokens",
     "page_size": "page_size",
+    "policy": "radix.policy",
+    "admission": "radix.admission",
 }
 
 
@@ -43,6 +45,8 @@ _FIELD_OF_OPTION = {
 @click.option("--context-length", type=int, help="Longest request, in tokens.")
 @click.option("--kv-tokens", type=int, help="Capacity of the KV cache, in tokens.")
 @click.option("--page-size", type=int, help="Tokens per page; M3 needs its sparse block size.")
+@click.option("--policy", help="Eviction policy of ours, e.g. gittins or ttl:handicap=30; default: SGLang's lru.")
+@click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
 @click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
 @click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from agentserve.runtime.policy_settings import PolicySettings
+
 # SGLang's own policies (srt/arg_groups/choices.py: RADIX_EVICTION_POLICY_CHOICES in 0.5.23).
 EvictionPolicy = Literal["lru", "lfu", "slru", "priority", "tlru"]
 
@@ -41,6 +43,7 @@ MANAGED_FLAGS = {
     "--attention-backend": "attention_backend",
     "--radix-eviction-policy": "radix.eviction_policy",
     "--disable-radix-cache": "radix.disable",
+    "--radix-cache-backend": "radix.policy",
     "--enable-cache-report": "cache_report",
     "--enable-metrics": "metrics",
     "--kv-events-config": "kv_events",
@@ -80,8 +83,26 @@ class KvCache(_Model):
 
 
 class RadixCache(_Model):
+    """SGLang's own policy, or one of ours (docs/design/live-policies.md) instead of it."""
+
     eviction_policy: EvictionPolicy = "lru"
+    policy: str | None = None  # ours, as gittins or ttl:handicap=30; None: SGLang's, untouched
+    admission: str = "none"  # which session may start, as gate:0.9; needs a policy
+    truncate: bool = True  # ours only: the last victim loses the pages that are needed, not the whole node
     disable: bool = False
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if self.policy is None:
+            if self.admission != "none":
+                raise ValueError(f"admission {self.admission!r} needs policy; set it to lru to keep SGLang's order")
+            return self
+        PolicySettings(self.policy, self.admission, self.truncate).check()
+        if self.disable:
+            raise ValueError("policy needs the radix cache; drop disable or policy")
+        if self.eviction_policy != "lru":
+            raise ValueError(f"give eviction_policy {self.eviction_policy!r} or policy, not both")
+        return self
 
 
 class Cpu(_Model):
