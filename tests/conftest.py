@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 
 from agentserve.launch.process import ServerProcess
 from agentserve.launch.tiny import tiny_server
+
+# Machines are shared: how long an example takes says nothing about the code.
+hypothesis.settings.register_profile("shared-machine", deadline=None)
+hypothesis.settings.load_profile("shared-machine")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PREFILL_CHUNK = 1024
