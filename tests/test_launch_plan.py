@@ -50,7 +50,7 @@ def test_cpu_plan() -> None:
         "--radix-eviction-policy": "lru",
     }
     assert {flag: option(made, flag) for flag in wanted} == wanted
-    assert {"--enable-cache-report", "--enable-metrics"} < set(made.argv)
+    assert {"--enable-cache-report", "--enable-metrics", "--sleep-on-idle"} < set(made.argv)
     assert "--mem-fraction-static" not in made.argv
     assert "--kv-events-config" not in made.argv
     assert made.env == {
@@ -82,6 +82,7 @@ def test_switches() -> None:
 
 def test_gpu_plan_leaves_the_platform_to_sglang() -> None:
     made = plan(device="cuda", tp=8, kv={"memory_fraction": 0.75}, extra_args=["--trust-remote-code"])
+    assert "--sleep-on-idle" not in made.argv
     assert made.env == {}
     assert set(made.unset) == {"SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM", "AGENTSERVE_EVICTION"}
     assert option(made, "--mem-fraction-static") == "0.75"

@@ -103,6 +103,8 @@ def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd:
         "--disable-radix-cache": recipe.radix.disable,
         "--enable-cache-report": recipe.cache_report,
         "--enable-metrics": recipe.metrics,
+        # An idle scheduler spins; on a few shared cores it takes them from the clients it waits for.
+        "--sleep-on-idle": recipe.device == "cpu",
     }
     argv += [flag for flag, on in switches.items() if on]
     argv += recipe.extra_args
