@@ -14,7 +14,6 @@ _COMMANDS = {
     "traces": ("agentserve.cli.traces", "Inspect traces: statistics and theoretical hit rate."),
     "checkpoint": ("agentserve.cli.checkpoint", "Write small random checkpoints."),
     "demo": ("agentserve.cli.demo", "Launch the tiny M3, replay a trace and show the report."),
-    "simulate": ("agentserve.cli.simulate", "Simulate cache policies on a trace, without a server."),
 }
 
 
