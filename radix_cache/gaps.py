@@ -19,10 +19,10 @@ Floats = npt.NDArray[np.float64]
 AGE_BINS = 64
 
 # A flow that was quick will be quick again: rows are split by its pace, the mean bin of its gaps so far. The
-# limits are near the quartiles of real tool calls: 3.4, 6.7 and 13.5 s.
-PACE_LIMITS = (16.0, 20.0, 24.0)
+# limit is near the median of real tool calls, 8 s. More levels learn more slowly and gained nothing.
+PACE_LIMITS = (21.0,)
 PACE_LEVELS = len(PACE_LIMITS) + 2  # and one for flows without a gap yet
-PACE_WEIGHT = 0.25  # of the newest gap
+PACE_WEIGHT = 0.1  # of the newest gap
 
 SHARED_GAPS = len(Stop) * PACE_LEVELS  # row of the gaps between uses of nodes that several flows use
 GAP_ROWS = SHARED_GAPS + 1

@@ -30,7 +30,8 @@ def build_from_spec(kind: str, spec: str, builders: Mapping[str, Callable[..., B
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"{kind} {spec!r}: {value!r} is not a number; write {name}:0.9 or {name}:key=0.9") from None
+            message = f"{kind} {spec!r}: {value!r} is not a number; write {name}:0.9 or {name}:key=0.9"
+            raise ValueError(message) from None
         if equals:
             named[key.strip()] = number
         else:

@@ -1,0 +1,316 @@
+"""Run one setting of the simulator on a workload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from radix_cache.admission import admission_policy
+from radix_cache.eviction import EvictionPolicy, eviction_policy
+from radix_cache.gaps import AGE_EDGES, GAP_ROWS, index_row, new_counts
+from radix_cache.simulator.jit import compiled_admission, compiled_eviction
+from radix_cache.simulator.layout import (
+    CACHE_STATE,
+    CLOCK,
+    FATE,
+    NONE,
+    PLACE,
+    REJECTED,
+    Cache,
+    Order,
+    Records,
+)
+from radix_cache.simulator.loop import EVENT, LOOP, Loop, admit
+from radix_cache.simulator.loop import run as run_events
+from radix_cache.simulator.uses import UNKNOWN, Future, known_future
+from radix_cache.simulator.workload import Workload
+
+UNBOUNDED = 1 << 40  # tokens: more than any trace has
+
+
+class Service(IntEnum):
+    """How long a request takes.
+
+    FIXED: its recorded duration, whatever hits (answer tokens over decode speed where none is recorded). The order
+    of requests then does not depend on the cache, so policies are compared on the same requests.
+    PARALLEL: missed tokens over prefill speed, then answer tokens over decode speed, each request by itself.
+    QUEUED: as PARALLEL, but one prefill runs at a time, first come first served.
+    """
+
+    FIXED = 0
+    PARALLEL = 1
+    QUEUED = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a grid. Lengths in tokens, times in seconds, speeds in tokens per second."""
+
+    policy: str = "lru"
+    capacity: int = UNBOUNDED
+    sessions: int = 28  # clients at once
+    think_cap: float = math.inf
+    order_seed: int | None = None  # None: as in the trace
+    admission: str = "none"
+    service: Service = Service.PARALLEL
+    prefill_speed: float = 10_000.0
+    decode_speed: float = 80.0
+    truncate: bool = True  # False: evict whole radix nodes
+    insert_output: bool = True
+    host_capacity: int = 0
+    host_policy: str = "lru"
+    write_through: bool = False
+    restore_speed: float = 200_000.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run. Rates are over prompt tokens; see ``radix_cache.rates``."""
+
+    setting: Setting
+    hit_tokens: int
+    host_tokens: int
+    prompt_tokens: int
+    requests: int
+    rejected: int
+    seconds: float  # simulated time until the last answer
+    mean_context: float  # sum of live contexts in tokens, mean over the time that all clients were busy
+    wait_mean: float  # seconds from ready to start, over requests
+    wait_p95: float
+    start_wait_mean: float  # seconds a free client waited for admission, over sessions
+    start_wait_p95: float
+    parkings: int
+    evicted: dict[str, int]  # tokens by state of their last user
+    evictions: int
+    rank_rebuilds: int
+    fates: Records  # one FATE record a request
+
+    @property
+    def rate(self) -> float:
+        """Device hits, 0..1."""
+        return self.hit_tokens / self.prompt_tokens
+
+    @property
+    def total_rate(self) -> float:
+        """Device and host hits, 0..1."""
+        return (self.hit_tokens + self.host_tokens) / self.prompt_tokens
+
+    @property
+    def throughput(self) -> float:
+        """Requests per simulated second."""
+        return self.requests / self.seconds if self.seconds else math.inf
+
+
+def simulate(
+    workload: Workload,
+    setting: Setting,
+    *,
+    reference: Outcome | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Play the workload once.
+
+    Args:
+        workload: what to play.
+        setting: how.
+        reference: an earlier outcome with the same order of requests, from which ``belady`` learns the future;
+            computed with an unbounded cache when it is needed and not given.
+        progress: called with the number of requests handled, now and then.
+
+    Raises:
+        ValueError: unknown policy, a capacity below one page, or a setting that makes no sense.
+        RuntimeError: an invariant of the simulator failed; the message says to report it.
+    """
+    _check(setting, workload.page_size)
+    policy = eviction_policy(setting.policy)
+    host_policy = eviction_policy(setting.host_policy)
+    future = _future(workload, setting, policy.offline or host_policy.offline, reference)
+    cache = _cache(workload, setting.capacity, policy, setting, future)
+    if setting.write_through and setting.host_capacity:
+        host = _cache(workload, setting.host_capacity, host_policy, setting, future)
+    else:
+        if setting.host_capacity:
+            cache = _with_victims(cache, setting, host_policy, workload.page_size)
+        host = cache
+    loop = _loop(workload, setting)
+    cache.clock[0]["now"] = 0.0
+    admit(loop, cache)
+    handled = 0
+    while not run_events(loop, cache, host, 1 << 16):
+        handled = int((cache.fates["done_stamp"] > 0).sum()) if progress else 0
+        if progress:
+            progress(handled)
+    if progress:
+        progress(len(workload.requests))
+    if cache.state[0]["broken"] or host.state[0]["broken"] or (cache.fates["done_stamp"] == 0).any():
+        raise RuntimeError(f"the simulator broke an invariant with {setting}; please report it with the trace")
+    return _outcome(workload, setting, cache, loop)
+
+
+def _check(setting: Setting, page: int) -> None:
+    if setting.capacity < page:
+        raise ValueError(f"the capacity of {setting.capacity} tokens is less than one page of {page}")
+    if setting.sessions < 1:
+        raise ValueError(f"at least one session must run at once, got {setting.sessions}")
+    if min(setting.prefill_speed, setting.decode_speed, setting.restore_speed) <= 0:
+        raise ValueError("prefill, decode and restore speed must be above 0 tokens per second")
+    if setting.think_cap < 0 or math.isnan(setting.think_cap):
+        raise ValueError(f"the cap on think times must be 0 or more seconds, got {setting.think_cap}")
+    if setting.host_capacity < 0:
+        raise ValueError(f"the host capacity must be 0 or more tokens, got {setting.host_capacity}")
+
+
+def session_order(workload: Workload, seed: int | None) -> npt.NDArray[np.int32]:
+    """Sessions in order of arrival, a permutation; None keeps the trace's order."""
+    count = len(workload.sessions)
+    order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
+    return order.astype(np.int32)
+
+
+def _future(workload: Workload, setting: Setting, needed: bool, reference: Outcome | None) -> Future:
+    if not needed:
+        return UNKNOWN
+    if reference is None:
+        reference = simulate(workload, unbounded(setting))
+    return known_future(
+        workload,
+        reference.fates,
+        capacity=setting.capacity,
+        think_cap=setting.think_cap,
+        decode_speed=setting.decode_speed,
+    )
+
+
+def unbounded(setting: Setting) -> Setting:
+    """The same sessions with a cache that never evicts: its rate is the most that any policy can reach."""
+    return replace(setting, policy="lru", capacity=UNBOUNDED, host_capacity=0, admission="none")
+
+
+def _order(policy: EvictionPolicy, nodes: int) -> tuple[Order, int]:
+    """An empty victim order, and its first learned row (or NONE)."""
+    group, key = compiled_eviction(policy)
+    bins = len(AGE_EDGES) - 1 if policy.learned_groups else 1
+    ranks = np.repeat(np.arange(policy.groups, dtype=np.float64)[:, None], bins, axis=1)
+    learned = NONE
+    if policy.learned_groups:
+        learned = policy.learned_groups[0]
+        if policy.learned_groups != tuple(range(learned, learned + GAP_ROWS)):
+            raise ValueError(f"policy {policy.name}: it must learn {GAP_ROWS} groups in a row, one a kind of gap")
+        ranks -= policy.groups  # below every index, which is at least 0
+        counts = new_counts()
+        for row in range(GAP_ROWS):
+            index_row(counts[row], AGE_EDGES, ranks[learned + row])
+    places = np.zeros(nodes, dtype=PLACE)
+    places["bucket"] = NONE
+    roots = np.full(policy.groups * bins, NONE, dtype=np.int32)
+    return Order(places, roots, ranks, AGE_EDGES, group, key), learned
+
+
+def _cache(
+    workload: Workload,
+    capacity: int,
+    policy: EvictionPolicy,
+    setting: Setting,
+    future: Future,
+) -> Cache:
+    used = len(workload.nodes)
+    # Refilling a truncated node splits it: at most once when a request starts and once when it ends.
+    room = used + (2 * len(workload.requests) if setting.truncate else 0) + 1
+    nodes = np.zeros(room, dtype=workload.nodes.dtype)
+    nodes[:used] = workload.nodes
+    order, learned = _order(policy, len(nodes))
+    no_host, _ = _order(eviction_policy("lru"), 1)
+    state = np.zeros(1, dtype=CACHE_STATE)
+    state["capacity"] = capacity // workload.page_size
+    state["page"] = workload.page_size
+    state["nodes"] = used
+    state["truncate"] = setting.truncate
+    state["insert_output"] = setting.insert_output
+    state["uses_depth"] = policy.uses_depth
+    state["learned"] = learned
+    state["host_learned"] = NONE
+    return Cache(
+        state,
+        np.zeros(1, dtype=CLOCK),
+        nodes,
+        order,
+        no_host,
+        workload.requests,
+        workload.flows.copy(),
+        np.zeros(len(workload.requests), dtype=FATE),
+        np.zeros(len(workload.flows) + 1, dtype=np.int32),
+        new_counts(),
+        np.zeros(GAP_ROWS, dtype=np.int32),
+        *future,
+    )
+
+
+def _with_victims(cache: Cache, setting: Setting, policy: EvictionPolicy, page: int) -> Cache:
+    order, learned = _order(policy, len(cache.nodes))
+    cache.state["host_capacity"] = setting.host_capacity // page
+    cache.state["host_uses_depth"] = policy.uses_depth
+    cache.state["host_learned"] = learned
+    return cache._replace(host=order)
+
+
+def _loop(workload: Workload, setting: Setting) -> Loop:
+    state = np.zeros(1, dtype=LOOP)
+    state["clients"] = setting.sessions
+    state["service"] = setting.service
+    state["write_through"] = setting.write_through and setting.host_capacity > 0
+    state["think_cap"] = setting.think_cap
+    state["prefill"], state["decode"] = setting.prefill_speed, setting.decode_speed
+    state["restore"] = setting.restore_speed
+    start, go_on = compiled_admission(admission_policy(setting.admission))
+    return Loop(
+        state,
+        np.zeros(len(workload.flows) + 8, dtype=EVENT),
+        np.zeros(len(workload.requests), dtype=np.int32),
+        np.zeros(setting.sessions, dtype=np.int32),
+        session_order(workload, setting.order_seed),
+        np.zeros(setting.sessions),
+        workload.sessions.copy(),
+        workload.requests["joins"].copy(),
+        start,
+        go_on,
+    )
+
+
+def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> Outcome:
+    fates: Any = cache.fates
+    s = cache.state[0]
+    page = workload.page_size
+    waits = fates["start"] - fates["ready"]
+    starts = loop.sessions["started"] - loop.sessions["wanted"]
+    seconds = float(fates["done"].max())
+    evicted = {name: int(s[f"evicted_{name}"]) * page for name in ("live", "parked", "ended", "superseded")}
+    return Outcome(
+        setting=setting,
+        hit_tokens=int(fates["hit"].sum(dtype=np.int64)),
+        host_tokens=int(fates["host"].sum(dtype=np.int64)),
+        prompt_tokens=workload.prompt_tokens,
+        requests=len(fates),
+        rejected=int((fates["status"] == REJECTED).sum()),
+        seconds=seconds,
+        mean_context=_mean_context(loop),
+        wait_mean=float(waits.mean()),
+        wait_p95=float(np.percentile(waits, 95)),
+        start_wait_mean=float(starts.mean()),
+        start_wait_p95=float(np.percentile(starts, 95)),
+        parkings=int(loop.state[0]["parkings"]),
+        evicted=evicted,
+        evictions=int(s["evictions"]),
+        rank_rebuilds=int(s["rebuilds"]),
+        fates=fates,
+    )
+
+
+def _mean_context(loop: Loop) -> float:
+    s = loop.state[0]
+    return float(s["area"] / s["busy"]) if s["busy"] else 0.0

@@ -1,0 +1,72 @@
+"""The future, for policies that may know it: which request needs a node next."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radix_cache.simulator.jit import jit
+from radix_cache.simulator.layout import NONE, ROOT, Records
+from radix_cache.simulator.workload import Workload
+
+
+@jit
+def _sweep(nodes: Any, requests: Any, order: Any, offsets: Any, uses: Any, coming: Any) -> None:
+    """Backwards through the known order: note who comes next to each node of a request's path."""
+    for i in range(len(order) - 1, -1, -1):
+        request = order[i]
+        for which in range(2):
+            node = requests[request].end if which == 0 else requests[request].kv
+            while node != ROOT:
+                uses[offsets[request] + nodes[node].level] = coming[node]
+                node = nodes[node].parent
+        node = requests[request].cap
+        while node != ROOT:
+            coming[node] = request
+            node = nodes[node].parent
+
+
+@jit
+def _elapsed(requests: Any, flows: Any, think_cap: float, decode: float, elapsed: Any) -> None:
+    for flow in range(len(flows)):
+        request = flows[flow].first
+        at = 0.0
+        while request != NONE:
+            r = requests[request]
+            elapsed[request] = at
+            at += r.output / decode if np.isnan(r.service) else r.service
+            request = r.next
+            if request != NONE:
+                at += min(requests[request].think, think_cap)
+
+
+class Future(NamedTuple):
+    """What a policy that knows the future reads; all empty for the others."""
+
+    next_use: npt.NDArray[np.int32]  # next request by (request, level of the node in its path), flat
+    next_offset: npt.NDArray[np.int64]  # where each request begins in it
+    elapsed: npt.NDArray[np.float64]  # seconds from a flow's first start to a request's
+    expected: npt.NDArray[np.float64]  # seconds at which a request started in the known order
+
+
+UNKNOWN = Future(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), np.empty(0))
+
+
+def known_future(workload: Workload, fates: Records, *, capacity: int, think_cap: float, decode_speed: float) -> Future:
+    """The future as an earlier run saw it: ``fates`` with the start of each request and their order.
+
+    Requests larger than ``capacity`` (tokens) will be rejected: no page is kept for them.
+    """
+    requests, nodes = workload.requests, workload.nodes
+    order = np.argsort(fates["start_stamp"], kind="stable").astype(np.int32)
+    pages = -(-(requests["prompt"][order] + requests["output"][order]) // workload.page_size)
+    order = order[pages <= capacity // workload.page_size]
+    depth = np.maximum(nodes["level"][requests["end"]], nodes["level"][requests["kv"]]).astype(np.int64) + 1
+    offsets = np.concatenate(([0], np.cumsum(depth)[:-1]))
+    uses = np.full(int(depth.sum()), NONE, dtype=np.int32)
+    _sweep(nodes, requests, order, offsets, uses, np.full(len(nodes), NONE, dtype=np.int32))
+    elapsed = np.zeros(len(requests))
+    _elapsed(requests, workload.flows, think_cap, decode_speed, elapsed)
+    return Future(uses, offsets, elapsed, fates["start"].copy())

@@ -1,0 +1,193 @@
+"""The simulator against a block-by-block cache: the same hits for every request, whatever the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from radix_cache.eviction import eviction_names, eviction_policy
+from radix_cache.features import Stop
+from radix_cache.simulator import FlowSpec, Outcome, Service, Setting, TurnSpec, Workload, WorkloadBuilder, simulate
+from radix_cache.simulator.run import unbounded
+from radix_cache.simulator.uses import known_future
+from tests.naive_cache import NaiveCache
+
+PAGE = 4
+Sessions = list[list[FlowSpec]]
+
+
+def build(sessions: Sessions, page: int = PAGE, *, global_ids: bool = False) -> Workload:
+    builder = WorkloadBuilder(page, global_ids=global_ids)
+    for number, flows in enumerate(sessions):
+        builder.add(f"s{number}", flows)
+    return builder.build()
+
+
+def naive_hits(
+    sessions: Sessions, workload: Workload, outcome: Outcome, *, global_ids: bool = False
+) -> tuple[list[int], list[int]]:
+    """Replay the outcome's event order on the naive cache; device and host hits per request."""
+    setting = outcome.setting
+    policy = eviction_policy(setting.policy)
+    order: Sequence[int] = ()
+    elapsed: Sequence[float] = ()
+    expected: Sequence[float] = ()
+    if policy.offline:
+        reference = simulate(workload, unbounded(setting)).fates
+        future = known_future(
+            workload,
+            reference,
+            capacity=setting.capacity,
+            think_cap=setting.think_cap,
+            decode_speed=setting.decode_speed,
+        )
+        pages = -(-(workload.requests["prompt"] + workload.requests["output"]) // workload.page_size)
+        fits = pages <= setting.capacity // workload.page_size
+        order = [int(n) for n in np.argsort(reference["start_stamp"]) if fits[n]]
+        elapsed, expected = future.elapsed.tolist(), future.expected.tolist()
+    cache = NaiveCache(
+        sessions,
+        workload.page_size,
+        setting.capacity // workload.page_size,
+        policy,
+        truncate=setting.truncate,
+        insert_output=setting.insert_output,
+        host_capacity=setting.host_capacity // workload.page_size,
+        host_policy=eviction_policy(setting.host_policy),
+        known_order=order,
+        elapsed=elapsed,
+        expected=expected,
+        global_ids=global_ids,
+    )
+    events = []
+    for number, fate in enumerate(outcome.fates):
+        events.append((int(fate["ready_stamp"]), cache.ready, number, float(fate["ready"])))
+        events.append((int(fate["start_stamp"]), cache.start, number, float(fate["start"])))
+        events.append((int(fate["done_stamp"]), cache.done, number, float(fate["done"])))
+    for _, event, number, now in sorted(events, key=lambda e: e[0]):
+        event(number, now)
+    numbers = range(len(outcome.fates))
+    return [cache.hits[n] for n in numbers], [cache.host_hits[n] for n in numbers]
+
+
+def assert_same(sessions: Sessions, setting: Setting, page: int = PAGE, *, global_ids: bool = False) -> Outcome:
+    workload = build(sessions, page, global_ids=global_ids)
+    outcome = simulate(workload, setting)
+    device, host = naive_hits(sessions, workload, outcome, global_ids=global_ids)
+    assert outcome.fates["hit"].tolist() == device
+    assert outcome.fates["host"].tolist() == host
+    return outcome
+
+
+@st.composite
+def flow_specs(draw: st.DrawFn, base: int, prefix: list[int], turns: int) -> FlowSpec:
+    """Conversations that mostly append, sometimes go back, sometimes repeat a prompt."""
+    ids = list(prefix)
+    history: list[list[int]] = []
+    specs = []
+    fresh = base
+    shapes = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 4),  # pages appended
+                st.integers(0, 9),  # 0: go back to an earlier prompt, 1: lose two pages
+                st.integers(0, PAGE - 1),  # tokens of the partial page
+                st.integers(0, 14),  # answer
+                st.sampled_from([0.0, 0.5, 3.0, 7.0, 40.0]),
+                st.sampled_from([0.0, 1.0, 2.5]),
+                st.sampled_from(list(Stop)),
+            ),
+            min_size=1,
+            max_size=turns,
+        )
+    )
+    for more, jump, rest, out, think, service, stop in shapes:
+        if jump == 0 and history:
+            ids = list(history[len(history) // 2])
+        elif jump == 1:
+            ids = ids[:-2]
+        ids = ids + list(range(fresh, fresh + more))
+        fresh += more
+        history.append(list(ids))
+        tokens = len(ids) * PAGE + rest
+        specs.append((max(tokens, 1), list(ids), out, think, service, stop))
+    made = []
+    for k, (tokens, pages, out, think, service, stop) in enumerate(specs):
+        following = specs[k + 1][1] if k + 1 < len(specs) else []
+        goes_on = following[: len(pages)] == pages
+        answer = following[len(pages) :] if goes_on else []
+        as_array = np.array(pages, dtype=np.int64)
+        made.append(TurnSpec(tokens, out, as_array, np.array(answer, dtype=np.int64), think, service, stop))
+    return FlowSpec(made)
+
+
+@st.composite
+def traces(draw: st.DrawFn, shared: bool = True) -> Sessions:
+    sessions = []
+    for _ in range(draw(st.integers(1, 5))):
+        prefix = list(range(900, 900 + draw(st.integers(0, 3))))
+        flows = [draw(flow_specs(1000, prefix, 7))]
+        if draw(st.booleans()):
+            # A subagent that begins like its parent: two flows use the same pages.
+            sub = draw(flow_specs(2000, prefix if shared else [], 3))
+            flows.append(sub._replace(spawn_after=draw(st.integers(0, len(flows[0].turns) - 1))))
+        sessions.append(flows)
+    return sessions
+
+
+ONLINE = [name for name in eviction_names() if not eviction_policy(name).offline]
+
+
+@pytest.mark.parametrize("policy", [*ONLINE, "tlru:12", "ttl:5"])
+@given(
+    sessions=traces(),
+    capacity=st.integers(8, 90),
+    clients=st.integers(1, 4),
+    truncate=st.booleans(),
+    insert_output=st.booleans(),
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_same_hits_as_page_by_page(
+    policy: str, sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool
+) -> None:
+    assert_same(
+        sessions,
+        Setting(
+            policy=policy,
+            capacity=capacity * PAGE,
+            sessions=clients,
+            service=Service.FIXED,
+            truncate=truncate,
+            insert_output=insert_output,
+        ),
+    )
+
+
+@given(
+    sessions=traces(shared=False),
+    capacity=st.integers(8, 90),
+    clients=st.integers(1, 4),
+    truncate=st.booleans(),
+    insert_output=st.booleans(),
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_belady_same_hits_as_page_by_page(
+    sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool
+) -> None:
+    """The time of a next use is reckoned when a node becomes a leaf. Where several flows use a node that can be
+    out of date, so flows share nothing here."""
+    assert_same(
+        sessions,
+        Setting(
+            policy="belady",
+            capacity=capacity * PAGE,
+            sessions=clients,
+            service=Service.FIXED,
+            truncate=truncate,
+            insert_output=insert_output,
+        ),
+    )
