@@ -118,9 +118,7 @@ def bytes_per_token(planes: Iterable[Plane]) -> int:
     return sum(plane.bytes_per_token for plane in planes)
 
 
-def _kv_planes(
-    prefix: str, text: Mapping[str, Any], layers: tuple[int, ...], dtype: str, tp: int
-) -> list[Plane]:
+def _kv_planes(prefix: str, text: Mapping[str, Any], layers: tuple[int, ...], dtype: str, tp: int) -> list[Plane]:
     heads = _integer(text, "num_key_value_heads")
     if text.get("head_dim"):
         head_dim = _integer(text, "head_dim")

@@ -69,9 +69,7 @@ def _to_transformers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
         renamed[name] = tensor.float()
     for name in [n for n in renamed if n.endswith(".gate_proj.weight")]:
         up = name.replace(".gate_proj.", ".up_proj.")
-        renamed[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(
-            [renamed.pop(name), renamed.pop(up)]
-        )
+        renamed[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([renamed.pop(name), renamed.pop(up)])
     experts = sorted({n.partition(".experts.")[0] for n in renamed if ".experts." in n})
     for block in experts:
         count = len([n for n in renamed if n.startswith(f"{block}.experts.") and n.endswith(".w1.weight")])

@@ -51,9 +51,7 @@ def record(session: str, turn: int, prompt: int, lcp: int = 0, **changes: Any) -
         "output_tokens_wanted": 5,
         "output_tokens": 5,
         "cached_tokens": 0,
-        **dict.fromkeys(
-            ("session_lcp", "session_output_lcp", "shared_lcp", "shared_output_lcp", "ready_lcp"), lcp
-        ),
+        **dict.fromkeys(("session_lcp", "session_output_lcp", "shared_lcp", "shared_output_lcp", "ready_lcp"), lcp),
     }
     return RequestRecord(**{**values, **changes})
 
@@ -179,9 +177,7 @@ def test_page_size_sources() -> None:
     ],
 )
 def test_how_a_run_ended(kinds: list[str], status: str) -> None:
-    events = [
-        RunEvent.model_validate({"at_s": i, "kind": kind, "message": "why"}) for i, kind in enumerate(kinds)
-    ]
+    events = [RunEvent.model_validate({"at_s": i, "kind": kind, "message": "why"}) for i, kind in enumerate(kinds)]
     done = summarize(header(requests=7), SMALL, events).completeness
     assert (done.status, done.missing) == (status, 3)
     assert done.banner is not None

@@ -10,9 +10,7 @@ import click
 
 @click.command("report")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--json", "json_out", metavar="PATH", help="JSON file [default: RUN/report.json]; - prints only JSON."
-)
+@click.option("--json", "json_out", metavar="PATH", help="JSON file [default: RUN/report.json]; - prints only JSON.")
 @click.option("--html", "html_out", metavar="PATH", help="HTML file [default: RUN/report.html].")
 @click.option("--no-html", is_flag=True, help="Write no HTML page.")
 @click.option("--page", type=click.IntRange(min=1), help="Page size for the theory [default: the server's].")

@@ -29,9 +29,7 @@ def status_of(events: Sequence[RunEvent]) -> Status:
     return "finished" if "finished" in kinds else "incomplete"
 
 
-def completeness(
-    header: RunHeader, records: Sequence[RequestRecord], events: Sequence[RunEvent]
-) -> Completeness:
+def completeness(header: RunHeader, records: Sequence[RequestRecord], events: Sequence[RunEvent]) -> Completeness:
     """Counts planned, recorded, failed, dropped and missing requests, and words a banner."""
     failed = sum(1 for r in records if r.error is not None)
     # Dropped turns were left out before the run: they are no part of the planned requests.

@@ -113,9 +113,7 @@ def _head(report: Report) -> str:
     if report.rate("realized") is None:
         tiles = tiles[:3]
     chain = report.chain
-    tiles.append(
-        ("gap", f"points, ideal to {chain.end_key}", points(-chain.gap_tokens / chain.prompt_tokens))
-    )
+    tiles.append(("gap", f"points, ideal to {chain.end_key}", points(-chain.gap_tokens / chain.prompt_tokens)))
     return (
         f"<h1>{_text(headline(report))}</h1>"
         f'<p class="dim">Run {_text(report.run.run_id)} · {_text(report.data_set.line)}</p>'
@@ -123,8 +121,7 @@ def _head(report: Report) -> str:
         + (f'<p class="banner" role="alert">{_text(done.banner)}</p>' if done.banner else "")
         + '<div class="tiles">'
         + "".join(
-            f'<div class="tile {key}"><b>{value}</b><span>{_text(title)}</span></div>'
-            for key, title, value in tiles
+            f'<div class="tile {key}"><b>{value}</b><span>{_text(title)}</span></div>' for key, title, value in tiles
         )
         + "</div>"
         + "".join(f'<p class="banner">{_text(note)}</p>' for note in report.notes)
@@ -254,7 +251,4 @@ def _settings(report: Report) -> str:
         **{f"data set: {k}": v for k, v in report.data_set.model_dump().items()},
     }
     rows = [("", (_text(name), _text("-" if value is None else value))) for name, value in pairs.items()]
-    return (
-        "<details><summary>Settings and data"
-        f" set</summary>{_table(('setting', 'value'), rows, left=2)}</details>"
-    )
+    return f"<details><summary>Settings and data set</summary>{_table(('setting', 'value'), rows, left=2)}</details>"

@@ -30,9 +30,7 @@ def load_run(path: Path) -> Run:
         raise ReportError(str(error)) from error
     notes = []
     if run.truncated_lines:
-        notes.append(
-            f"{run.truncated_lines} last line(s) were cut off while being written, and are left out."
-        )
+        notes.append(f"{run.truncated_lines} last line(s) were cut off while being written, and are left out.")
     retried_file = path / RETRIED
     retried = retried_file.read_bytes().count(b"\n") if retried_file.exists() else 0
     if retried:

@@ -61,8 +61,7 @@ def doubts(header: RunHeader, completed: Sequence[RequestRecord], page: PageSize
     notes = []
     if page.source == "assumed":
         notes.append(
-            "The server did not report its page size; page 1 is assumed, so page alignment is 0. Set it with "
-            "--page."
+            "The server did not report its page size; page 1 is assumed, so page alignment is 0. Set it with --page."
         )
     server_page = header.server.page_size
     if page.source == "option" and server_page not in (None, page.tokens):

@@ -239,9 +239,7 @@ def _chain(population: _Population, page: int) -> Chain:
 
 
 def _tiers(compared: list[RequestRecord]) -> Tiers | None:
-    reported = [
-        r for r in compared if (r.cached_device, r.cached_host, r.cached_storage) != (None, None, None)
-    ]
+    reported = [r for r in compared if (r.cached_device, r.cached_host, r.cached_storage) != (None, None, None)]
     if not reported:
         return None
     device = sum(r.cached_device or 0 for r in reported)

@@ -92,9 +92,7 @@ def _rates(report: Report) -> Table:
         value = Text(percent(rate.rate), style="bold green" if rate.key == "realized" else "")
         table.add_row(_named(rate.title, rate.definition, strong=strong), value, count(rate.hit_tokens))
     table.add_section()
-    table.add_row(
-        Text("prompt tokens", style="dim"), "", Text(count(report.population.prompt_tokens), style="dim")
-    )
+    table.add_row(Text("prompt tokens", style="dim"), "", Text(count(report.population.prompt_tokens), style="dim"))
     for mean in report.mean_rates:
         last = mean is report.mean_rates[-1]
         title = _named(mean.title, mean.definition) if last else Text(mean.title)
@@ -104,9 +102,7 @@ def _rates(report: Report) -> Table:
 
 def _chain(report: Report) -> Table:
     chain = report.chain
-    table = _table(
-        f"Where the hits go: ideal to {chain.end_key}", "The steps sum to the gap exactly, in tokens."
-    )
+    table = _table(f"Where the hits go: ideal to {chain.end_key}", "The steps sum to the gap exactly, in tokens.")
     table.add_column("step", ratio=1)
     table.add_column("points", justify="right", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
@@ -151,8 +147,7 @@ def _sessions(report: Report) -> Table:
     more = len(report.sessions) - len(shown)
     table = _table(
         "Sessions, largest gap first",
-        "Gap = theoretical (page-aligned) - realized."
-        + (f" {more:,} more in the JSON and the page." if more else ""),
+        "Gap = theoretical (page-aligned) - realized." + (f" {more:,} more in the JSON and the page." if more else ""),
     )
     table.add_column("session", ratio=1, no_wrap=True)
     for name in ("requests", "prompt", "theory", "realized", "gap"):

@@ -51,10 +51,7 @@ def headline(report: Report) -> str:
     if theory is None:
         raise ValueError("a report always has the page-aligned rate")
     if real is None:
-        return (
-            f"Theoretical hit rate {percent(theory.rate)} (page {page}); the server reported no realized"
-            " rate."
-        )
+        return f"Theoretical hit rate {percent(theory.rate)} (page {page}); the server reported no realized rate."
     return (
         f"Realized hit rate {percent(real.rate)} of a theoretical {percent(theory.rate)} (page {page}): "
         f"{points(real.rate - theory.rate)} points."
