@@ -7,6 +7,8 @@ code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,34 +24,23 @@ PACE_LIMITS = (21.0,)
 PACE_LEVELS = len(PACE_LIMITS) + 2  # and one for flows without a gap yet
 PACE_WEIGHT = 0.1  # of the newest gap
 
-# To miss a token of a long conversation costs more than of a short one: while it is computed again, the whole
-# context is held in memory. At WORTH_DOUBLE tokens of context that costs as much as the computation itself: about
-# the prefill speed (tokens/s) times the seconds for which memory is worth holding. Ranks are kept for classes of
-# context length, each with the worth of its geometric mean.
-CONTEXT_LIMITS = (25_000.0, 50_000.0, 100_000.0, 200_000.0, 400_000.0)
-CONTEXT_CLASSES = len(CONTEXT_LIMITS) + 1
-WORTH_DOUBLE = 400_000.0
-WORTH: Floats = 1 + np.array([0.0, *(limit * 2**0.5 for limit in CONTEXT_LIMITS)]) / WORTH_DOUBLE
-
-# A row of ranks is a kind of gap and a class of context; the rows of one kind follow each other.
-KINDS = len(Stop) * PACE_LEVELS + 1
-SHARED_GAPS = (KINDS - 1) * CONTEXT_CLASSES  # first row of the gaps between uses of nodes that several flows use
-GAP_ROWS = KINDS * CONTEXT_CLASSES
+SHARED_GAPS = len(Stop) * PACE_LEVELS  # row of the gaps between uses of nodes that several flows use
+GAP_ROWS = SHARED_GAPS + 1
 
 # Lower edges in seconds: everything under 0.25 s is one bin, the last one is open (from 3.2 h).
 AGE_EDGES: Floats = np.concatenate(([0.0], 0.25 * 2.0 ** (np.arange(AGE_BINS) / 4)))
 
 # Before anything was seen all bins are equally likely, which is a falling hazard: the order of LRU.
 PRIOR = 1.0 / AGE_BINS
-# Above this the counts of a kind are halved: old traffic fades, and sums stay exact.
+# Above this the counts of a row are halved: old traffic fades, and sums stay exact.
 MAX_OBSERVED = 8192.0
-# A kind's ranks are computed anew after this many gaps.
+# A row's ranks are computed anew after this many gaps.
 REFRESH = 16
 
 
 def new_counts() -> Floats:
-    """Counts before the first observation, float64, shape ``(KINDS, AGE_BINS)``."""
-    return np.full((KINDS, AGE_BINS), PRIOR)
+    """Counts before the first observation, float64, shape ``(GAP_ROWS, AGE_BINS)``."""
+    return np.full((GAP_ROWS, AGE_BINS), PRIOR)
 
 
 def age_bin(age: float, edges: Floats) -> int:
@@ -65,23 +56,14 @@ def age_bin(age: float, edges: Floats) -> int:
 
 
 def gap_row(stop: float, pace: float) -> int:
-    """First row of the gaps that follow an answer which ended with ``stop`` in a flow of that pace."""
+    """Row of the gap that follows an answer which ended with ``stop`` in a flow of that pace."""
     level = 0
     if pace >= 0:
         level = 1
         for limit in PACE_LIMITS:
             if pace >= limit:
                 level += 1
-    return (int(stop) * PACE_LEVELS + level) * CONTEXT_CLASSES
-
-
-def context_class(context: float) -> int:
-    """Class of a context of that many tokens: what to add to a row."""
-    level = 0
-    for limit in CONTEXT_LIMITS:
-        if context >= limit:
-            level += 1
-    return level
+    return int(stop) * PACE_LEVELS + level
 
 
 def new_pace(pace: float, bin_index: int) -> float:
@@ -89,22 +71,21 @@ def new_pace(pace: float, bin_index: int) -> float:
     return float(bin_index) if pace < 0 else pace + PACE_WEIGHT * (bin_index - pace)
 
 
-def count_gap(counts: Floats, kind: int, bin_index: int) -> None:
-    """Add one observed gap to a kind of gap; halve its counts when there are many."""
-    counts[kind, bin_index] += 1.0
-    if counts[kind].sum() > MAX_OBSERVED:
+def count_gap(counts: Floats, row: int, bin_index: int) -> None:
+    """Add one observed gap to a row; halve the row when it is full."""
+    counts[row, bin_index] += 1.0
+    if counts[row].sum() > MAX_OBSERVED:
         for j in range(counts.shape[1]):
-            counts[kind, j] *= 0.5
+            counts[row, j] *= 0.5
 
 
-def rank_kind(counts: Floats, edges: Floats, worth: Floats, ranks: Floats) -> None:
-    """Gittins index per second for each age bin, times the worth of each class of context.
+def index_row(counts: Floats, edges: Floats, ranks: Floats) -> None:
+    """Gittins index per second for each age bin, written to ``ranks``.
 
     Args:
         counts: gaps seen per bin, shape ``(bins,)``.
         edges: bin edges in seconds, shape ``(bins + 1,)``.
-        worth: shape ``(classes,)``.
-        ranks: output, shape ``(classes, bins)``; never negative.
+        ranks: output, shape ``(bins,)``; never negative.
     """
     bins = len(counts)
     left = 0.0  # gaps not over yet at the age of bin b
@@ -119,38 +100,29 @@ def rank_kind(counts: Floats, edges: Floats, worth: Floats, ranks: Floats) -> No
             spent = waited + (left - came) * (edges[k + 1] - edges[b])
             if came > best * spent:
                 best = came / spent
-        for j in range(len(worth)):
-            ranks[j, b] = best * worth[j]
+        ranks[b] = best
 
 
 class GapTable:
     """Learned ranks for one cache.
 
-    ``ranks[row, bin]`` is the index (1/s) of a wait of that age; rows are those of ``gap_row`` or ``SHARED_GAPS``
-    plus ``context_class``.
+    ``ranks[row, bin]`` is the index (1/s) of a wait of that kind and age; rows are those of ``gap_row`` and
+    ``SHARED_GAPS``.
     """
 
     def __init__(self) -> None:
         self.counts = new_counts()
-        self.ranks = np.zeros((GAP_ROWS, AGE_BINS))
-        self._fresh = np.zeros(KINDS, dtype=np.int64)
-        for kind in range(KINDS):
-            self._rank(kind)
+        self.ranks = np.zeros_like(self.counts)
+        self._fresh = np.zeros(GAP_ROWS, dtype=np.int64)
+        for row in range(GAP_ROWS):
+            index_row(self.counts[row], AGE_EDGES, self.ranks[row])
 
-    def observe(self, row: int, gap_s: float) -> bool:
-        """Count one gap, in seconds, between a use and the next; true when ranks changed.
-
-        ``row`` is that of ``gap_row`` or ``SHARED_GAPS``; the gap counts for all classes of context.
-        """
-        kind = row // CONTEXT_CLASSES
-        count_gap(self.counts, kind, age_bin(gap_s, AGE_EDGES))
-        self._fresh[kind] += 1
-        if self._fresh[kind] < REFRESH:
+    def observe(self, row: int, gap_s: float, *, index: Callable[[Floats, Floats, Floats], None] = index_row) -> bool:
+        """Count one gap, in seconds, between a use and the next; true when the row's ranks changed."""
+        count_gap(self.counts, row, age_bin(gap_s, AGE_EDGES))
+        self._fresh[row] += 1
+        if self._fresh[row] < REFRESH:
             return False
-        self._fresh[kind] = 0
-        self._rank(kind)
+        self._fresh[row] = 0
+        index(self.counts[row], AGE_EDGES, self.ranks[row])
         return True
-
-    def _rank(self, kind: int) -> None:
-        first = kind * CONTEXT_CLASSES
-        rank_kind(self.counts[kind], AGE_EDGES, WORTH, self.ranks[first : first + CONTEXT_CLASSES])

@@ -5,11 +5,10 @@ gap between an answer and the next turn, the best ratio that can still be had at
 
     G(a) = max over tau of  P(T <= a + tau | T > a) / E[min(T - a, tau) | T > a]
 
-and the least G goes first. G is learned for each stop reason, and for quick and slow conversations, from the gaps
-seen; it counts more where the context is long (``radix_cache.gaps`` says why). Ended conversations and abandoned
-branches go before all, then parked ones. A node that several flows used is kept or given up by the gaps between
-*its* uses, whoever makes them. Use it wherever memory is short; it needs a stop reason and the knowledge which
-request continues which.
+and the least G goes first. G is learned for each stop reason from the gaps seen (``radix_cache.gaps``). Ended
+conversations and abandoned branches go before all, then parked ones. A node that several flows used is kept or
+given up by the gaps between *its* uses, whoever makes them. Use it wherever memory is short; it needs a stop
+reason and the knowledge which request continues which.
 Source: Gittins, "Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41(2), 1979.
 """
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from radix_cache.eviction.base import EvictionPolicy, register
 from radix_cache.features import FlowState, NodeFeatures
-from radix_cache.gaps import GAP_ROWS, SHARED_GAPS, context_class, gap_row
+from radix_cache.gaps import GAP_ROWS, SHARED_GAPS, gap_row
 
 _ENDED = int(FlowState.ENDED)
 _PARKED = int(FlowState.PARKED)
@@ -33,12 +32,12 @@ def group(f: NodeFeatures) -> int:
     if f.superseded > 0:
         return DEAD
     if f.sharers >= 2:
-        return FIRST_LEARNED + SHARED_GAPS + context_class(f.context)
+        return FIRST_LEARNED + SHARED_GAPS
     if f.state == _ENDED:
         return DEAD
     if f.state == _PARKED:
         return PARKED
-    return FIRST_LEARNED + gap_row(f.stop, f.pace) + context_class(f.context)
+    return FIRST_LEARNED + gap_row(f.stop, f.pace)
 
 
 @register("gittins")

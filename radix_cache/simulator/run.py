@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from radix_cache.admission import admission_policy
 from radix_cache.eviction import EvictionPolicy, eviction_policy
-from radix_cache.gaps import AGE_EDGES, GAP_ROWS, KINDS, GapTable, new_counts
+from radix_cache.gaps import AGE_EDGES, GAP_ROWS, index_row, new_counts
 from radix_cache.simulator.jit import compiled_admission, compiled_eviction
 from radix_cache.simulator.layout import (
     CACHE_STATE,
@@ -203,13 +203,13 @@ def _order(policy: EvictionPolicy, nodes: int) -> tuple[Order, int]:
         if policy.learned_groups != tuple(range(learned, learned + GAP_ROWS)):
             raise ValueError(f"policy {policy.name}: it must learn {GAP_ROWS} groups in a row, one a kind of gap")
         ranks -= policy.groups  # below every index, which is at least 0
-        ranks[learned:] = GapTable().ranks
+        counts = new_counts()
+        for row in range(GAP_ROWS):
+            index_row(counts[row], AGE_EDGES, ranks[learned + row])
     places = np.zeros(nodes, dtype=PLACE)
     places["bucket"] = NONE
     roots = np.full(policy.groups * bins, NONE, dtype=np.int32)
-    buckets = policy.groups * bins
-    alive, listed = np.zeros(buckets + 1, dtype=np.int32), np.full(buckets, NONE, dtype=np.int32)
-    return Order(places, roots, alive, listed, ranks, AGE_EDGES, group, key), learned
+    return Order(places, roots, ranks, AGE_EDGES, group, key), learned
 
 
 def _cache(
@@ -246,7 +246,7 @@ def _cache(
         np.zeros(len(workload.requests), dtype=FATE),
         np.zeros(len(workload.flows) + 1, dtype=np.int32),
         new_counts(),
-        np.zeros(KINDS, dtype=np.int32),
+        np.zeros(GAP_ROWS, dtype=np.int32),
         *future,
     )
 

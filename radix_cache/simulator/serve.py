@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from radix_cache.gaps import CONTEXT_CLASSES, REFRESH, SHARED_GAPS, WORTH
+from radix_cache.gaps import REFRESH, SHARED_GAPS
 from radix_cache.gaps import count_gap as _count_gap
 from radix_cache.gaps import gap_row as _gap_row
+from radix_cache.gaps import index_row as _index_row
 from radix_cache.gaps import new_pace as _new_pace
-from radix_cache.gaps import rank_kind as _rank_kind
 from radix_cache.simulator.jit import core
 from radix_cache.simulator.layout import DONE, NONE, REJECTED, ROOT, RUNNING, Cache
 from radix_cache.simulator.order import age_bin, discard
@@ -24,7 +24,7 @@ from radix_cache.simulator.tree import (
 )
 
 count_gap = core(_count_gap)
-rank_kind = core(_rank_kind)
+index_row = core(_index_row)
 gap_row = core(_gap_row)
 new_pace = core(_new_pace)
 
@@ -35,20 +35,16 @@ def observe(c: Cache, row: int, gap: float) -> None:
     s = c.state[0]
     if s.learned == NONE and s.host_learned == NONE:
         return
-    kind = row // CONTEXT_CLASSES
-    count_gap(c.counts, kind, age_bin(gap, c.order.edges))
-    c.fresh[kind] += 1
-    if c.fresh[kind] < REFRESH:
+    count_gap(c.counts, row, age_bin(gap, c.order.edges))
+    c.fresh[row] += 1
+    if c.fresh[row] < REFRESH:
         return
-    c.fresh[kind] = 0
+    c.fresh[row] = 0
     s.rebuilds += 1
-    first = kind * CONTEXT_CLASSES
     if s.learned != NONE:
-        rows = c.order.ranks[s.learned + first : s.learned + first + CONTEXT_CLASSES]
-        rank_kind(c.counts[kind], c.order.edges, WORTH, rows)
+        index_row(c.counts[row], c.order.edges, c.order.ranks[s.learned + row])
     if s.host_learned != NONE:
-        rows = c.host.ranks[s.host_learned + first : s.host_learned + first + CONTEXT_CLASSES]
-        rank_kind(c.counts[kind], c.order.edges, WORTH, rows)
+        index_row(c.counts[row], c.order.edges, c.host.ranks[s.host_learned + row])
 
 
 @core
