@@ -117,6 +117,37 @@ def as_request_error(error: httpx.HTTPError) -> RequestError:
     return RequestError(kind="connection", message=text)
 
 
+async def stream_events(
+    http: httpx.AsyncClient, path: str, body: bytes, take: Callable[[str], RequestError | None]
+) -> RequestError | None:
+    """POST a JSON body and hand the data of each server-sent event to ``take``, in order.
+
+    Returns:
+        None when the stream ended, else what went wrong: the first error that ``take`` returned, an HTTP status, or
+        the transport's failure. Nothing is read after an error.
+    """
+    headers = {"Content-Type": "application/json"}
+    try:
+        async with http.stream("POST", path, content=body, headers=headers) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                return RequestError(kind="http", message=f"{response.status_code}: {text[:500]}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+                    continue
+                fault = take(line[5:])
+                if fault is not None:
+                    return fault
+    except httpx.HTTPError as error:
+        return as_request_error(error)
+    return None
+
+
+def unfinished() -> RequestError:
+    """A stream that ended as if it were whole, but never said why."""
+    return RequestError(kind="protocol", message="the stream ended without a finish reason")
+
+
 async def probe(http: httpx.AsyncClient, path: str) -> bool:
     try:
         response = await http.get(path, timeout=2.0)

@@ -19,6 +19,8 @@ from traces.replay.clients.base import (
     as_request_error,
     http_client,
     probe,
+    stream_events,
+    unfinished,
 )
 from traces.replay.clients.chat import VOCABULARY
 from traces.replay.record import RequestError, ServerInfo
@@ -100,34 +102,18 @@ class OpenAIClient:
         if self.exact_output:
             body["ignore_eos"] = True
         texts: list[str] = []
-        seen = False
-        try:
-            async with self._http.stream(
-                "POST",
-                "/v1/chat/completions",
-                content=orjson.dumps(body),
-                headers={"Content-Type": "application/json"},
-            ) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    outcome.error = RequestError(kind="http", message=f"{response.status_code}: {text[:500]}")
-                    return outcome
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
-                        continue
-                    error = _take_chunk(line[5:], outcome, texts)
-                    if texts and not seen:
-                        seen = True
-                        on_first_token()
-                    if error is not None:
-                        outcome.error = error
-                        return outcome
-        except httpx.HTTPError as error:
-            outcome.error = as_request_error(error)
-        finally:
-            outcome.output_text = "".join(texts)
+
+        def take(data: str) -> RequestError | None:
+            had_text = bool(texts)
+            error = _take_chunk(data, outcome, texts)
+            if texts and not had_text:
+                on_first_token()
+            return error
+
+        outcome.error = await stream_events(self._http, "/v1/chat/completions", orjson.dumps(body), take)
+        outcome.output_text = "".join(texts)
         if outcome.error is None and outcome.finish_reason is None:
-            outcome.error = RequestError(kind="protocol", message="the stream ended without a finish reason")
+            outcome.error = unfinished()
         elif outcome.error is None and outcome.prompt_tokens is None:
             outcome.error = RequestError(
                 kind="protocol",

@@ -29,6 +29,8 @@ from traces.replay.clients.base import (
     as_request_error,
     http_client,
     probe,
+    stream_events,
+    unfinished,
 )
 from traces.replay.record import RequestError, ServerInfo
 
@@ -100,31 +102,19 @@ class SGLangClient:
             option=orjson.OPT_SERIALIZE_NUMPY,
         )
         ids: list[int] = []
-        try:
-            async with self._http.stream(
-                "POST", "/generate", content=body, headers={"Content-Type": "application/json"}
-            ) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    outcome.error = RequestError(kind="http", message=f"{response.status_code}: {text[:500]}")
-                    return outcome
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line == "data: [DONE]":
-                        continue
-                    had_tokens = bool(ids)
-                    error = _take_chunk(line[5:], outcome, ids)
-                    if ids and not had_tokens:
-                        on_first_token()
-                    if error is not None:
-                        outcome.error = error
-                        return outcome
-        except httpx.HTTPError as error:
-            outcome.error = as_request_error(error)
-        finally:
-            outcome.output_ids = np.asarray(ids, dtype=np.int32)
-            outcome.output_tokens = len(ids)
+
+        def take(data: str) -> RequestError | None:
+            had_tokens = bool(ids)
+            error = _take_chunk(data, outcome, ids)
+            if ids and not had_tokens:
+                on_first_token()
+            return error
+
+        outcome.error = await stream_events(self._http, "/generate", body, take)
+        outcome.output_ids = np.asarray(ids, dtype=np.int32)
+        outcome.output_tokens = len(ids)
         if outcome.error is None and outcome.finish_reason is None:
-            outcome.error = RequestError(kind="protocol", message="the stream ended without a finish reason")
+            outcome.error = unfinished()
         return outcome
 
     async def aclose(self) -> None:
