@@ -56,9 +56,12 @@ class ReplayServer:
     incremental: bool = False
     reports_cache: bool = True
     model_path: str = "nowhere/tiny"
+    policies: bool = False  # it is a server with agentserve's policies
     faults: Faults = field(default_factory=Faults)
     index: TokenPrefixIndex = field(default_factory=TokenPrefixIndex)
     seen: list[dict[str, Any]] = field(default_factory=list)
+    refuses_ends: bool = False
+    closed: list[str] = field(default_factory=list)  # sessions and flows that the client said are over
     flushes: int = 0
     aborted: int = 0
     started: float = field(default_factory=time.time)
@@ -70,6 +73,7 @@ class ReplayServer:
                 Route("/model_info", self._model_info),
                 Route("/v1/models", self._models),
                 Route("/flush_cache", self._flush, methods=["POST"]),
+                Route("/close_session", self._close, methods=["POST"]),
                 Route("/generate", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
             ]
@@ -82,6 +86,7 @@ class ReplayServer:
                 "page_size": self.page_size,
                 "max_total_num_tokens": self.capacity,
                 "startup_time": self.started,
+                "radix_cache_backend": "agentserve" if self.policies else None,
                 "api_key": "do-not-store-me",
             }
         )
@@ -100,6 +105,12 @@ class ReplayServer:
         self.flushes += 1
         self.index = TokenPrefixIndex()
         return PlainTextResponse("Cache flushed.\n")
+
+    async def _close(self, request: Request) -> Response:
+        if not self.policies or self.refuses_ends:
+            return PlainTextResponse("no such session", status_code=400)
+        self.closed.append((await request.json())["session_id"])
+        return PlainTextResponse("")
 
     def _arrive(self, prompt: np.ndarray) -> int:
         cached = hit_tokens(self.index.longest_prefix(prompt), len(prompt), self.page_size)

@@ -399,10 +399,10 @@ def test_second_ctrl_c_exits_at_once() -> None:
     """A run that does not react to the first signal (here: one that ignores it) is left by the second."""
     program = """
 import asyncio
-from traces.replay.run import _Signals
+from traces.replay.signals import Signals
 
 async def main():
-    with _Signals(lambda: print("first", flush=True), enabled=True):
+    with Signals(lambda: print("first", flush=True), enabled=True):
         print("ready", flush=True)
         await asyncio.sleep(60)
 

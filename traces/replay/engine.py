@@ -7,18 +7,17 @@ server's timing and the think times only. All times are real: nothing here simul
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from traces.model import Flow, Session, Turn
-from traces.replay.clients.base import Call, Client, Outcome
+from traces.replay.clients.base import Call, Client, Outcome, conversation_name
 from traces.replay.clients.chat import Conversation
+from traces.replay.judge import digest_of, fault_of, output_of
 from traces.replay.ledger import Prefixes, PrefixLedger, Tokens
+from traces.replay.rebuild import sends_and_ends
 from traces.replay.record import RequestError, RequestRecord, RunEvent
 from traces.replay.schedule import Think, joined_flows, recorded_think_s, spawning_turn
 from traces.replay.store import Output, RunWriter, TurnKey, key_of
@@ -124,10 +123,8 @@ class Engine:
         """
         self._done = done
         by_id = {session.id: session for session in sessions}
-        steps = [(record.sent_s, 0, record) for record in done.values()]
-        steps += [(record.done_s, 1, record) for record in done.values()]
         built: dict[TurnKey, Tokens] = {}
-        for _, is_end, record in sorted(steps, key=lambda step: step[:2]):
+        for record, is_end in sends_and_ends(done.values()):
             key = key_of(record)
             session = by_id[record.session]
             if record.session not in self._resumed:
@@ -159,6 +156,7 @@ class Engine:
             try:
                 resumed = self._resumed.pop(session.id) if session.id in self._resumed else None
                 await self._replay(resumed or self._activate(session))
+                await self._end(session)
             finally:
                 self._tally.sessions_running -= 1
             self._ledger.forget(session.id)
@@ -203,7 +201,17 @@ class Engine:
                 ended = await self._request(active, flow, position, ready, think)
             if is_main:
                 active.main_ended[position].set_result(ended)
+        if not is_main:
+            await self._end(session, flow.name)
         active.flow_ended[flow.name].set_result(ended)
+
+    async def _end(self, session: Session, flow: str | None = None) -> None:
+        """Tell a server whose policies ask for it that a session or a subagent is over."""
+        if not self._client.names_sessions:
+            return
+        fault = await self._client.end(conversation_name(session.id, flow))
+        kind: Literal["ended", "end_failed"] = "end_failed" if fault else "ended"
+        self._writer.event(RunEvent(at_s=self._clock(), kind=kind, session=session.id, flow=flow, message=fault or ""))
 
     def _build(self, active: _Active, flow: Flow, position: int) -> tuple[Tokens, Call]:
         turn = flow.turns[position]
@@ -214,7 +222,8 @@ class Engine:
             messages = active.conversations[flow.name].messages(
                 prompt, answer_tokens=answered, answer_text=active.answers.get(flow.name)
             )
-        return prompt, Call(prompt=prompt, max_tokens=max(1, turn.output_tokens), messages=messages)
+        name, wanted = conversation_name(active.session.id, flow.name), max(1, turn.output_tokens)
+        return prompt, Call(prompt, wanted, messages, name, turn.stop.value)
 
     def _learn(self, active: _Active, flow: Flow, position: int, output: Output | None, *, failed: bool) -> None:
         """Make a server's answer part of the history, if that is wanted."""
@@ -313,34 +322,6 @@ class Engine:
             self._writer.event(RunEvent(at_s=self._clock(), kind="server_lost", message=message))
         for worker in self._workers:
             worker.cancel()
-
-
-def fault_of(outcome: Outcome, call: Call, client: Client) -> RequestError | None:
-    """What is wrong with an answer that arrived whole."""
-    if client.exact_prompt and outcome.prompt_tokens != len(call.prompt):
-        return RequestError(
-            kind="length_mismatch",
-            message=f"the server counted {outcome.prompt_tokens} prompt tokens, {len(call.prompt)} were sent",
-        )
-    if client.exact_output and outcome.output_tokens < call.max_tokens:
-        return RequestError(
-            kind="short_output",
-            message=f"{outcome.output_tokens} of {call.max_tokens} tokens came (finish reason {outcome.finish_reason})",
-        )
-    return None
-
-
-def output_of(outcome: Outcome) -> Output | None:
-    """Token ids where the protocol carries them, else text."""
-    return outcome.output_text if outcome.output_ids is None else outcome.output_ids
-
-
-def digest_of(output: Output | None) -> str | None:
-    """SHA-256 of the output: of its text in UTF-8, or of its token ids as little-endian int32."""
-    if output is None or not len(output):
-        return None
-    raw = output.encode() if isinstance(output, str) else output.astype(np.dtype("<i4"), copy=False).tobytes()
-    return hashlib.sha256(raw).hexdigest()
 
 
 def _turns(session: Session) -> Iterable[tuple[Flow, Turn]]:

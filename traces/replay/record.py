@@ -4,7 +4,7 @@ A run is a directory::
 
     RUN/run.json         RunHeader: what was replayed, against which server, with which settings
     RUN/requests.jsonl   RequestRecord, one per line, in order of completion
-    RUN/events.jsonl     RunEvent: turns dropped, server lost, interrupted, resumed, finished
+    RUN/events.jsonl     RunEvent: turns dropped, server lost, interrupted, resumed, finished; ends told to the server
     RUN/outputs.jsonl, RUN/retried.jsonl   see ``store``
     RUN/report.json, RUN/report.html   written by ``agentserve report``
 
@@ -37,6 +37,8 @@ class ServerInfo(_Model):
     page_size: int | None = None
     context_length: int | None = None
     kv_capacity_tokens: int | None = None
+    # Whether the server has agentserve's policies and was told conversations, stop reasons and ends.
+    names_sessions: bool = False
     args: dict[str, Any] = Field(default_factory=dict)  # the server's own arguments, as reported
 
 
@@ -105,7 +107,8 @@ class RequestRecord(_Model):
 
 class RunEvent(_Model):
     at_s: float
-    kind: Literal["started", "resumed", "dropped", "server_lost", "interrupted", "finished"]
+    # ended: the server was told that a session (flow is None) or one flow is over; end_failed: it did not take it.
+    kind: Literal["started", "resumed", "dropped", "server_lost", "interrupted", "finished", "ended", "end_failed"]
     session: str | None = None
     flow: str | None = None
     turn: int | None = None

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from traces import open_trace
-from traces.model import ReadStats, TraceError
+from traces.model import ReadStats, Session, TraceError
 from traces.readers.base import resolve_format
 from traces.replay.clients.base import Client, ServerUnreachableError
 from traces.replay.clients.openai import OpenAIClient
@@ -23,7 +20,8 @@ from traces.replay.config import ReplayConfig
 from traces.replay.engine import Engine, Rules, Status
 from traces.replay.record import RunEvent, RunHeader, ServerInfo
 from traces.replay.select import Limits, Selection, select
-from traces.replay.store import Progress, RunError, RunWriter, read_run, reopen
+from traces.replay.signals import Signals
+from traces.replay.store import Progress, Run, RunError, RunWriter, read_run, reopen
 from traces.replay.tally import Tally
 
 
@@ -91,6 +89,18 @@ def resumed_config(path: Path, *, url: str | None = None) -> ReplayConfig:
     if url is not None:
         change["url"] = url
     return ReplayConfig.model_validate(header.config | change)
+
+
+def replayed_sessions(run: Run) -> list[Session]:
+    """The sessions of a run as they were sent, read again from its trace; its own limits apply.
+
+    Raises:
+        ReplayError: the run has no settings, or its trace is gone or has changed.
+    """
+    config = resumed_config(run.path)
+    selection = _select(config, run.header.filter.get("max_context"))
+    _check_same(run.header, selection, config)
+    return selection.sessions
 
 
 async def _replay(
@@ -171,7 +181,7 @@ async def _run(
         left = selection.requests - len(before.done)
         writer.event(RunEvent(at_s=clock(), kind="resumed", requests=left, message=_resume_message(before, server)))
         started = time.monotonic()  # rebuilding is no part of the run
-    with _Signals(engine.interrupt, enabled=handle_signals):
+    with Signals(engine.interrupt, enabled=handle_signals):
         status = await engine.run(selection.sessions)
     if status == "interrupted":
         aborted = engine.interrupted_requests
@@ -187,34 +197,6 @@ async def _run(
         interrupted_requests=engine.interrupted_requests,
         wall_s=time.monotonic() - started,
     )
-
-
-class _Signals:
-    """First SIGINT or SIGTERM: ``on_first``. Second: leave at once (records are flushed as they are written)."""
-
-    def __init__(self, on_first: Callable[[], None], *, enabled: bool) -> None:
-        self._on_first = on_first
-        self._enabled = enabled
-        self._count = 0
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            # Outside the main thread no handler can be set; the caller's own then stays in force.
-            with suppress(ValueError, RuntimeError, NotImplementedError):
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    asyncio.get_running_loop().add_signal_handler(number, self._signalled)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._enabled:
-            with suppress(ValueError, RuntimeError, NotImplementedError):
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _signalled(self) -> None:
-        self._count += 1
-        if self._count > 1:
-            os._exit(130)
-        self._on_first()
 
 
 def _client(config: ReplayConfig, api_key: str | None) -> Client:

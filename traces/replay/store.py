@@ -125,6 +125,14 @@ class Run:
         """
         yield from _lines(self.path / REQUESTS, RequestRecord, self._note_truncated)
 
+    def outputs(self) -> dict[TurnKey, Output]:
+        """What the server answered to each request.
+
+        Raises:
+            RunError: a corrupt line; names file and line.
+        """
+        return dict(_outputs(self.path / OUTPUTS))
+
     def _note_truncated(self, name: str) -> None:
         if name not in self._counted:
             self._counted.add(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -14,6 +15,11 @@ from traces.replay.record import RequestError, ServerInfo
 
 Tokens = npt.NDArray[np.int32]
 Message = dict[str, str]
+
+# What SGLang's /server_info calls the cache backend of ``agentserve launch --policy``, and the parameter that tells it
+# why an answer ends. Only a server with that backend is sent either of them.
+POLICY_BACKEND = "agentserve"
+STOP_PARAMETER = "agentserve_stop"
 
 
 class ServerUnreachableError(RuntimeError):
@@ -28,11 +34,15 @@ class Call:
         prompt: token ids, int32, shape (prompt_tokens,).
         max_tokens: tokens to generate (>= 1).
         messages: the same prompt as chat messages; only the OpenAI client reads them.
+        conversation: ``SESSION/FLOW``, see ``conversation_name``; sent to servers whose policies know sessions.
+        stop: why the recorded answer ended: ``tool_use``, ``end_turn`` or nothing; sent to the same servers.
     """
 
     prompt: Tokens
     max_tokens: int
     messages: tuple[Message, ...] = ()
+    conversation: str = ""
+    stop: str = ""
 
 
 @dataclass(slots=True)
@@ -60,6 +70,8 @@ class Client(Protocol):
     exact_output: bool
     #: True when the call's ``messages`` are sent instead of its ``prompt``.
     uses_messages: bool
+    #: True when the server has agentserve's policies and is told conversations and stop reasons; ``info`` finds out.
+    names_sessions: bool
 
     async def info(self) -> ServerInfo:
         """Ask the server about itself.
@@ -88,7 +100,33 @@ class Client(Protocol):
         ``Outcome.error``, never raised; a cancelled call closes its connection, which aborts it at the server.
         """
 
+    async def end(self, name: str) -> str | None:
+        """Tell the server that a session or one flow of it is over; returns what went wrong, if anything did.
+
+        Only for servers with ``names_sessions``.
+        """
+
     async def aclose(self) -> None: ...
+
+
+def conversation_name(session: str, flow: str | None = None) -> str:
+    """``SESSION`` or ``SESSION/FLOW`` as the policies read it: the first slash parts them, so the session has none."""
+    name = quote(session, safe=" :@")
+    return name if flow is None else f"{name}/{flow}"
+
+
+def stop_parameters(call: Call) -> dict[str, Any]:
+    """Where SGLang takes free parameters: the stop reason, if the trace has one."""
+    return {"custom_params": {STOP_PARAMETER: call.stop}} if call.stop else {}
+
+
+async def end_conversation(http: httpx.AsyncClient, name: str) -> str | None:
+    """``POST /close_session``; returns what went wrong, if anything did."""
+    try:
+        response = await http.post("/close_session", json={"session_id": name}, timeout=10.0)
+    except httpx.HTTPError as error:
+        return as_request_error(error).message
+    return None if response.status_code == 200 else f"{response.status_code}: {response.text[:200]}"
 
 
 def http_client(base_url: str, *, timeout_s: float, api_key: str | None) -> httpx.AsyncClient:

@@ -13,12 +13,15 @@ import httpx
 import orjson
 
 from traces.replay.clients.base import (
+    POLICY_BACKEND,
     Call,
     Outcome,
     ServerUnreachableError,
     as_request_error,
+    end_conversation,
     http_client,
     probe,
+    stop_parameters,
     stream_events,
     unfinished,
 )
@@ -43,6 +46,7 @@ class OpenAIClient:
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._model = model
         self.exact_output = ignore_eos
+        self.names_sessions = False
         self._http = http_client(self._base_url, timeout_s=timeout_s, api_key=api_key)
 
     async def info(self) -> ServerInfo:
@@ -71,12 +75,23 @@ class OpenAIClient:
             )
         self._model = self._model or names[0]
         card = next((card for card in cards if card["id"] == self._model), {})
+        self.names_sessions = await self._has_policies()
         return ServerInfo(
             base_url=self._base_url,
             client="openai",
             model=self._model,
             context_length=card.get("max_model_len"),
+            names_sessions=self.names_sessions,
         )
+
+    async def _has_policies(self) -> bool:
+        """Only SGLang has this address; what answers otherwise is not asked again and sent nothing."""
+        try:
+            response = await self._http.get("/server_info", timeout=10.0)
+            server = orjson.loads(response.content) if response.status_code == 200 else None
+        except (httpx.HTTPError, orjson.JSONDecodeError):
+            return False
+        return isinstance(server, dict) and server.get("radix_cache_backend") == POLICY_BACKEND
 
     async def vocabulary(self) -> tuple[int, int] | None:
         return VOCABULARY
@@ -101,6 +116,9 @@ class OpenAIClient:
         }
         if self.exact_output:
             body["ignore_eos"] = True
+        if self.names_sessions:
+            body["session_id"] = call.conversation
+            body |= stop_parameters(call)
         texts: list[str] = []
 
         def take(data: str) -> RequestError | None:
@@ -120,6 +138,9 @@ class OpenAIClient:
                 message="no usage in the stream; the server must honour stream_options.include_usage",
             )
         return outcome
+
+    async def end(self, name: str) -> str | None:
+        return await end_conversation(self._http, name)
 
     async def aclose(self) -> None:
         await self._http.aclose()

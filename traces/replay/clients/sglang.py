@@ -9,6 +9,9 @@ What the server does with what is sent, from ``managers/tokenizer_manager.py`` a
 - ``max_new_tokens`` of 0 is accepted but makes the request prefill-only, which takes other code paths in the
   scheduler. The replay sends at least 1; one output token leaves no KV behind, so no prefix length changes.
 - It silently clips the output when prompt plus output do not fit: see ``usable_context``.
+
+A server with agentserve's policies is also sent ``session_id``, the stop reason in ``custom_params``, and
+``/close_session`` when a conversation ends; any other server is sent none of these.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ import numpy as np
 import orjson
 
 from traces.replay.clients.base import (
+    POLICY_BACKEND,
     Call,
     Outcome,
     ServerUnreachableError,
     as_request_error,
+    end_conversation,
     http_client,
     probe,
+    stop_parameters,
     stream_events,
     unfinished,
 )
@@ -46,12 +52,14 @@ class SGLangClient:
         self._base_url = base_url.rstrip("/")
         self._http = http_client(self._base_url, timeout_s=timeout_s, api_key=api_key)
         self._model_path: str | None = None
+        self.names_sessions = False
 
     async def info(self) -> ServerInfo:
         server = await self._get_json("/server_info")
         model = await self._get_json("/model_info")
         models = await self._get_json("/v1/models")
         self._model_path = model.get("model_path")
+        self.names_sessions = server.get("radix_cache_backend") == POLICY_BACKEND
         cards = models.get("data") or [{}]
         return ServerInfo(
             base_url=self._base_url,
@@ -61,6 +69,7 @@ class SGLangClient:
             page_size=server.get("page_size"),
             context_length=cards[0].get("max_model_len") or server.get("context_length"),
             kv_capacity_tokens=server.get("max_total_num_tokens"),
+            names_sessions=self.names_sessions,
             args=_plain_args(server),
         )
 
@@ -89,18 +98,12 @@ class SGLangClient:
 
     async def generate(self, call: Call, on_first_token: Callable[[], None]) -> Outcome:
         outcome = Outcome()
-        body = orjson.dumps(
-            {
-                "input_ids": call.prompt,
-                "stream": True,
-                "sampling_params": {
-                    "max_new_tokens": call.max_tokens,
-                    "ignore_eos": True,
-                    "temperature": 0.0,
-                },
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
+        sampling: dict[str, Any] = {"max_new_tokens": call.max_tokens, "ignore_eos": True, "temperature": 0.0}
+        fields: dict[str, Any] = {"input_ids": call.prompt, "stream": True, "sampling_params": sampling}
+        if self.names_sessions:
+            fields["session_id"] = call.conversation
+            sampling |= stop_parameters(call)
+        body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
         ids: list[int] = []
 
         def take(data: str) -> RequestError | None:
@@ -116,6 +119,9 @@ class SGLangClient:
         if outcome.error is None and outcome.finish_reason is None:
             outcome.error = unfinished()
         return outcome
+
+    async def end(self, name: str) -> str | None:
+        return await end_conversation(self._http, name)
 
     async def aclose(self) -> None:
         await self._http.aclose()
