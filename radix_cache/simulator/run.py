@@ -131,9 +131,9 @@ def simulate(
     policy = eviction_policy(setting.policy)
     host_policy = eviction_policy(setting.host_policy)
     future = _future(workload, setting, policy.offline or host_policy.offline, reference)
-    cache = _cache(workload, setting.capacity, policy, setting, future)
+    cache = new_cache(workload, setting.capacity, policy, setting, future)
     if setting.write_through and setting.host_capacity:
-        host = _cache(workload, setting.host_capacity, host_policy, setting, future)
+        host = new_cache(workload, setting.host_capacity, host_policy, setting, future)
     else:
         if setting.host_capacity:
             cache = _with_victims(cache, setting, host_policy, workload.page_size)
@@ -212,13 +212,14 @@ def _order(policy: EvictionPolicy, nodes: int) -> tuple[Order, int]:
     return Order(places, roots, ranks, AGE_EDGES, group, key), learned
 
 
-def _cache(
+def new_cache(
     workload: Workload,
     capacity: int,
     policy: EvictionPolicy,
     setting: Setting,
     future: Future,
 ) -> Cache:
+    """An empty cache of ``capacity`` tokens for the workload."""
     used = len(workload.nodes)
     # Refilling a truncated node splits it: at most once when a request starts and once when it ends.
     room = used + (2 * len(workload.requests) if setting.truncate else 0) + 1
