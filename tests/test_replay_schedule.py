@@ -24,13 +24,36 @@ def session(main: list[Turn], *subagents: Flow, name: str = "s") -> Session:
 
 @pytest.mark.parametrize(
     ("text", "waits"),
-    [("recorded", 100.0), ("none", 0.0), ("scaled:0.25", 25.0), ("capped:60", 60.0), ("capped:200", 100.0)],
+    [
+        ("recorded", 100.0),
+        ("none", 0.0),
+        ("scaled:0.25", 25.0),
+        ("capped:60", 60.0),
+        ("capped:200", 100.0),
+        ("scaled:0.5,capped:40", 40.0),
+        ("scaled:0.25,capped:40", 25.0),
+    ],
 )
 def test_think_modes(text: str, waits: float) -> None:
     assert Think.parse(text).wait_s(100.0) == waits
 
 
-@pytest.mark.parametrize("text", ["", "scaled", "scaled:", "scaled:x", "scaled:-1", "capped:nan", "none:1", "fast"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "scaled",
+        "scaled:",
+        "scaled:x",
+        "scaled:-1",
+        "capped:nan",
+        "none:1",
+        "fast",
+        ",capped:1",
+        "scaled:1,",
+        "capped:1,scaled:1",
+    ],
+)
 def test_unreadable_think_says_what_is_accepted(text: str) -> None:
     with pytest.raises(ValueError, match="capped:SECONDS"):
         Think.parse(text)

@@ -26,7 +26,7 @@ class ReplayConfig(BaseModel):
     skip_bad: bool = False
     sessions: _Count | None = None
     concurrency: _Count = 4  # sessions active at once
-    think: str = "recorded"  # recorded | scaled:FACTOR | capped:SECONDS | none
+    think: str = "recorded"  # recorded | none | scaled:FACTOR | capped:SECONDS | scaled:FACTOR,capped:SECONDS
     history: Literal["recorded", "own"] = "recorded"
     sharing: Literal["session", "tools+system"] = "session"
     tokens_per_block: _Count | None = None

@@ -7,6 +7,7 @@ main turn that spawned it plus its recorded delay; a main turn that joins subage
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal, NamedTuple, cast
 
 from traces.model import Flow, Session
@@ -19,42 +20,46 @@ class Think(NamedTuple):
 
     mode: ThinkMode
     scale: float = 1.0  # factor, for mode "scaled"
-    cap_s: float | None = None  # upper bound in seconds, for mode "capped"
+    cap_s: float | None = None  # upper bound in seconds, after scaling
 
     @classmethod
     def parse(cls, text: str) -> Think:
-        """Read ``recorded``, ``none``, ``scaled:FACTOR`` or ``capped:SECONDS``.
+        """Read ``recorded``, ``none``, ``scaled:FACTOR``, ``capped:SECONDS`` or ``scaled:FACTOR,capped:SECONDS``.
 
         Raises:
             ValueError: any other text; the message lists what is accepted.
         """
-        mode, colon, number = text.partition(":")
-        if mode in ("recorded", "none") and not colon:
-            return cls(cast(ThinkMode, mode))
-        if mode in ("scaled", "capped") and colon:
-            try:
-                value = float(number)
-            except ValueError:
-                value = math.nan
-            if math.isfinite(value) and value >= 0:
-                return cls("scaled", scale=value) if mode == "scaled" else cls("capped", cap_s=value)
+        if text in ("recorded", "none"):
+            return cls(cast(ThinkMode, text))
+        found = re.fullmatch(r"scaled:([^,]+?)(?:,capped:([^,]+))?|capped:([^,]+)", text)
+        scale, cap = (_number(part) for part in (found[1], found[2] or found[3])) if found else (-1.0, -1.0)
+        if (scale is None or scale >= 0) and (cap is None or cap >= 0):
+            return cls("capped", cap_s=cap) if scale is None else cls("scaled", scale=scale, cap_s=cap)
         raise ValueError(
-            f"think time {text!r} is not understood; give recorded, none, scaled:FACTOR (such as scaled:0.1) "
-            "or capped:SECONDS (such as capped:60)"
+            f"think time {text!r} is not understood; give recorded, none, scaled:FACTOR (such as scaled:0.1), "
+            "capped:SECONDS (such as capped:60) or scaled:FACTOR,capped:SECONDS"
         )
 
     def wait_s(self, recorded_s: float) -> float:
         """Seconds to wait for a recorded think time of ``recorded_s`` seconds (>= 0)."""
         if self.mode == "none":
             return 0.0
-        if self.mode == "scaled":
-            return recorded_s * self.scale
-        if self.mode == "capped" and self.cap_s is not None:
-            return min(recorded_s, self.cap_s)
-        return recorded_s
+        scaled = recorded_s * self.scale
+        return scaled if self.cap_s is None else min(scaled, self.cap_s)
 
     def as_dict(self) -> dict[str, Any]:
         return {"mode": self.mode, "scale": self.scale, "cap_s": self.cap_s}
+
+
+def _number(text: str | None) -> float | None:
+    """A number of 0 or more, -1 for anything else, None where nothing was given."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
 
 
 def recorded_think_s(session: Session, flow: Flow, position: int) -> float:
