@@ -6,12 +6,13 @@ moves or stores a prefix (memory preflight, offload) asks here what it consists 
 
 Sizes follow SGLang 0.5.23 (``srt/mem_cache/memory_pool.py: MiniMaxSparseKVPool`` and
 ``srt/model_executor/pool_configurator.py``): K and V in every layer, one index-K head in every sparse layer
-(replicated on each rank), index V in those sparse layers that do not disable it.
+(replicated on each rank), index V in those sparse layers that do not disable it. With index reuse
+(``agentserve.runtime.index_reuse``) the layers that take over another's block selection keep no index K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,7 @@ def prefix_state_planes(
     index_dtype: str,
     tp: int = 1,
     index_topk_freq: int = 1,
+    index_sources: Collection[int] | None = None,
     draft_config: Mapping[str, Any] | None = None,
 ) -> list[Plane]:
     """The planes of a prefix on one rank, from a checkpoint's ``config.json``.
@@ -79,8 +81,9 @@ def prefix_state_planes(
         tp: tensor-parallel ranks; K/V heads are split over them, and replicated once there are more ranks
             than heads. The index head is replicated always.
         index_topk_freq: block selections are shared by this many consecutive sparse layers, so that only the
-            first of each group needs index keys. SGLang 0.5.23 allocates them in all sparse layers: its
-            memory is that of 1.
+            first of each group needs index keys. SGLang 0.5.23 by itself allocates them in all sparse layers:
+            its memory is that of 1.
+        index_sources: instead of a frequency, the layers that choose blocks for themselves and others.
         draft_config: config of a speculative draft model whose K/V are part of the state, or None.
 
     Raises:
@@ -88,6 +91,8 @@ def prefix_state_planes(
     """
     if tp < 1 or index_topk_freq < 1:
         raise StateError(f"need tp >= 1 and index_topk_freq >= 1, got {tp} and {index_topk_freq}")
+    if index_sources is not None and index_topk_freq != 1:
+        raise StateError("give index_topk_freq or index_sources, not both")
     text = config.get("text_config") or config
     layers = tuple(range(_integer(text, "num_hidden_layers")))
     planes = _kv_planes("", text, layers, kv_dtype, tp)
@@ -97,10 +102,12 @@ def prefix_state_planes(
     no_value = _flags(sparse, "sparse_disable_index_value", len(layers), default=[0] * len(layers))
     index_dim = _integer(sparse, "sparse_index_dim", prefix="sparse_attention_config.")
     sparse_layers = [layer for layer in layers if flags[layer]]
-    # Sharing groups the layers without index V only (minimax_sparse_backend.py: _topk_is_source).
-    shareable = [layer for layer in sparse_layers if no_value[layer]]
     with_value = tuple(layer for layer in sparse_layers if not no_value[layer])
-    index_layers = tuple(sorted({*shareable[::index_topk_freq], *with_value}))
+    shareable = shareable_layers(config)
+    sources = shareable[::index_topk_freq] if index_sources is None else tuple(index_sources)
+    if not set(sources) <= set(shareable):
+        raise StateError(f"index_sources {sorted(sources)} hold layers that choose no blocks; those are {shareable}")
+    index_layers = tuple(sorted({*sources, *with_value}))
     if index_layers:
         planes.append(Plane("index-K", index_layers, 1, index_dim, index_dtype))
     if with_value:
@@ -111,6 +118,23 @@ def prefix_state_planes(
         draft_layers = tuple(range(_integer(draft, "num_hidden_layers")))
         planes += _kv_planes("draft-", draft, draft_layers, kv_dtype, tp)
     return planes
+
+
+def shareable_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers whose block selection others can take over: sparse, and without index V (ids, ascending).
+
+    An index branch with values adds to the layer's output, so it cannot be left out
+    (``srt/layers/attention/minimax_sparse_backend.py``: ``_topk_is_source``).
+
+    Raises:
+        StateError: the config lacks a field.
+    """
+    text = config.get("text_config") or config
+    count = _integer(text, "num_hidden_layers")
+    sparse = _section(text, config)
+    flags = _flags(sparse, "sparse_attention_freq", count)
+    no_value = _flags(sparse, "sparse_disable_index_value", count, default=[0] * count)
+    return tuple(layer for layer in range(count) if flags[layer] and no_value[layer])
 
 
 def bytes_per_token(planes: Iterable[Plane]) -> int:

@@ -33,6 +33,7 @@ _FIELD_OF_OPTION = {
     "page_size": "page_size",
     "policy": "radix.policy",
     "admission": "radix.admission",
+    "index_reuse": "index_reuse",
 }
 
 
@@ -47,6 +48,7 @@ _FIELD_OF_OPTION = {
 @click.option("--page-size", type=int, help="Tokens per page; M3 needs its sparse block size.")
 @click.option("--policy", help="Eviction policy of ours, e.g. gittins or ttl:handicap=30; default: SGLang's lru.")
 @click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
+@click.option("--index-reuse", help="Sparse layers share block selections: freq:4 or layers:3,7,11.")
 @click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
 @click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")

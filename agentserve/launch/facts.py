@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,13 @@ class CheckpointFacts:
     def quantized(self) -> bool:
         return bool(self.config.get("quantization_config") or self.text_config.get("quantization_config"))
 
-    def planes(self, *, kv_dtype: str, index_dtype: str, tp: int) -> list[Plane]:
+    def planes(
+        self, *, kv_dtype: str, index_dtype: str, tp: int, index_sources: Collection[int] | None = None
+    ) -> list[Plane]:
         """The planes of a cached prefix on one rank. Raises ``offload.state.StateError``."""
-        return prefix_state_planes(self.config, kv_dtype=kv_dtype, index_dtype=index_dtype, tp=tp)
+        return prefix_state_planes(
+            self.config, kv_dtype=kv_dtype, index_dtype=index_dtype, tp=tp, index_sources=index_sources
+        )
 
 
 def resolve_model(model: str) -> Path:

@@ -12,7 +12,9 @@ import orjson
 
 from agentserve.launch.facts import CheckpointFacts
 from agentserve.launch.recipe import Recipe
+from agentserve.runtime.index_reuse import REUSE_VARIABLE, ROCM_VARIABLE, parse_index_reuse
 from agentserve.runtime.policy_settings import BACKEND, EVICTION_VARIABLE, PolicySettings
+from offload.state import shareable_layers
 
 CPU_PLATFORM = "agentserve_cpu"  # our entry point in the group sglang.srt.platforms
 
@@ -112,12 +114,16 @@ def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd:
     env = _cpu_env(recipe, facts, notes) if recipe.device == "cpu" else {}
     if recipe.radix.policy:
         env |= PolicySettings(recipe.radix.policy, recipe.radix.admission, recipe.radix.truncate).environment()
+    if recipe.index_reuse:
+        reuse = parse_index_reuse(recipe.index_reuse)
+        # ROCm's backend shares selections itself; ours would get in the way of its fused kernels.
+        env |= {ROCM_VARIABLE: str(reuse.freq)} if recipe.device == "rocm" else reuse.environment()
     env |= recipe.env
     # Set, it selects SGLang's own CPU engine, which needs the CPU build of sgl_kernel. On a GPU a platform
     # left over in the shell would put the model on the CPU.
     foreign = ["SGLANG_USE_CPU_ENGINE"] if recipe.device == "cpu" else ["SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM"]
     # Left over from another launch, it would register what this recipe did not ask for.
-    foreign.append(EVICTION_VARIABLE)
+    foreign += [EVICTION_VARIABLE, REUSE_VARIABLE, ROCM_VARIABLE]
     return LaunchPlan(
         argv=tuple(argv),
         env=env,
@@ -153,6 +159,20 @@ def cache_dtypes(recipe: Recipe, facts: CheckpointFacts) -> tuple[str, str]:
     if recipe.device == "cuda" and kv == "fp8_e4m3":
         return kv, kv
     return kv, model
+
+
+def index_sources(recipe: Recipe, facts: CheckpointFacts) -> tuple[int, ...] | None:
+    """Layers that keep index keys when others reuse their selection; None where all sparse layers keep them.
+
+    Raises:
+        IndexReuseError: the recipe's ``index_reuse`` does not fit the checkpoint.
+        StateError: the checkpoint's config lacks a field.
+    """
+    if recipe.index_reuse is None:
+        return None
+    pattern = parse_index_reuse(recipe.index_reuse).pattern(shareable_layers(facts.config))
+    # SGLang's own sharing on ROCm leaves every layer its index keys.
+    return None if recipe.device == "rocm" else pattern.sources
 
 
 def _cpu_env(recipe: Recipe, facts: CheckpointFacts | None, notes: list[str]) -> dict[str, str]:

@@ -19,8 +19,9 @@ from agentserve.launch.facts import (
     read_facts,
     resolve_model,
 )
-from agentserve.launch.plan import CPU_PLATFORM, cache_dtypes, served_dtype
+from agentserve.launch.plan import CPU_PLATFORM, cache_dtypes, index_sources, served_dtype
 from agentserve.launch.recipe import Recipe
+from agentserve.runtime.index_reuse import IndexReuseError
 from offload.state import StateError, bytes_per_token, dtype_bytes
 
 SGLANG_VERSION = "0.5.23"  # the version the runtime plugin hooks into
@@ -67,6 +68,7 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
         findings += check_architecture(facts)
         findings += check_page_size(recipe, facts)
         findings += check_context(recipe, facts)
+        findings += check_index_reuse(recipe, facts)
     findings += check_pages(recipe, facts)
     findings += check_port(recipe)
     findings += check_software(recipe)
@@ -155,6 +157,13 @@ def check_context(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
             f"kv.capacity_tokens {capacity} is less than one context of {context}: longer requests fail",
             f"set context_length to {capacity} or less, or raise kv.capacity_tokens",
         )
+
+
+def check_index_reuse(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
+    try:
+        index_sources(recipe, facts)
+    except (IndexReuseError, StateError) as error:
+        yield Finding("error", str(error), "correct index_reuse, or leave it out")
 
 
 def check_port(recipe: Recipe) -> Iterator[Finding]:
@@ -275,7 +284,8 @@ def check_shm(recipe: Recipe, free: int | None) -> Iterator[Finding]:
 def rank_bytes_per_token(recipe: Recipe, facts: CheckpointFacts) -> int:
     """Bytes one token of cached prefix takes on one rank. Raises ``offload.state.StateError``."""
     kv, index = cache_dtypes(recipe, facts)
-    return bytes_per_token(facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp))
+    sources = index_sources(recipe, facts)
+    return bytes_per_token(facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp, index_sources=sources))
 
 
 def served_weight_bytes(recipe: Recipe, facts: CheckpointFacts) -> int:

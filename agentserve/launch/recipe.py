@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from agentserve.runtime.index_reuse import parse_index_reuse
 from agentserve.runtime.policy_settings import PolicySettings
 
 # SGLang's own policies (srt/arg_groups/choices.py: RADIX_EVICTION_POLICY_CHOICES in 0.5.23).
@@ -127,6 +128,8 @@ class Recipe(_Model):
     port: int = Field(default=30000, ge=1, le=65535)
     attention_backend: str | None = None
     radix: RadixCache = RadixCache()
+    # Sparse layers take over the block selection of an earlier one: freq:4 or layers:3,7,11. None: each chooses.
+    index_reuse: str | None = None
     cache_report: bool = True
     metrics: bool = True
     kv_events: str | None = None  # ZMQ endpoint of the KV event publisher, as tcp://*:5557; None: off
@@ -143,6 +146,8 @@ class Recipe(_Model):
         bind = self.cpu.threads_bind
         if bind is not None and len(bind.split("|")) != self.tp:
             raise ValueError(f"cpu.threads_bind must list cores for tp={self.tp} ranks, separated by '|'; got {bind!r}")
+        if self.index_reuse is not None and parse_index_reuse(self.index_reuse).layers and self.device == "rocm":
+            raise ValueError("index_reuse on rocm is SGLang's own, which takes a frequency: write freq:N")
         for argument in self.extra_args:
             field = MANAGED_FLAGS.get(argument.split("=", 1)[0])
             if field is not None:

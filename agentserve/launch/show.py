@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentserve.launch.facts import CheckpointFacts
-from agentserve.launch.plan import LaunchPlan, cache_dtypes
+from agentserve.launch.plan import LaunchPlan, cache_dtypes, index_sources
 from agentserve.launch.preflight import Preflight
 from agentserve.launch.process import Progress
 from agentserve.launch.recipe import Recipe
+from agentserve.runtime.index_reuse import IndexReuseError
 from offload.state import StateError, bytes_per_token
 
 _LINE_EVERY_S = 15.0  # progress where there is no terminal to redraw
@@ -42,8 +43,9 @@ def print_plan(console: Console, plan: LaunchPlan, recipe: Recipe, facts: Checkp
         return
     kv, index = cache_dtypes(recipe, facts)
     try:
-        planes = facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp)
-    except StateError as error:
+        sources = index_sources(recipe, facts)
+        planes = facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp, index_sources=sources)
+    except (StateError, IndexReuseError) as error:
         console.print(f"bytes per token: unknown, {escape(str(error))}", soft_wrap=True)
         return
     table = Table(title="Cached prefix, per token and rank", title_justify="left")

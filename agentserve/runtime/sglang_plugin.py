@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agentserve.runtime import policy_settings, sglang_cpu_platform
+from agentserve.runtime import index_reuse, policy_settings, sglang_cpu_platform
 
 CHECKED_VERSION = "0.5.23"
 
@@ -82,8 +82,59 @@ def policy_hooks() -> tuple[Hook, ...]:
     )
 
 
+def index_reuse_hooks(reuse: index_reuse.IndexReuse) -> tuple[Hook, ...]:
+    """Hooks of index reuse; none is registered unless it was asked for."""
+    from agentserve.runtime import sglang_index_reuse, sglang_kv_pool
+
+    share = Hook(
+        "sglang.srt.layers.attention.minimax_sparse_backend.MiniMaxSparseAttnBackend",
+        "replace",
+        sglang_index_reuse.SharingSparseAttnBackend,
+        "the backend shares selections on ROCm only, in groups of one size, and wants index inputs in every layer",
+    )
+    if reuse.keep_producers:
+        return (share,)
+    models = "sglang.srt.models"
+    return (
+        share,
+        Hook(
+            f"{models}.minimax_m3.MiniMaxM3Attention.__init__",
+            "before",
+            sglang_index_reuse.attention_without_indexer,
+            "every sparse layer is built with an indexer, though a reusing one needs none",
+        ),
+        Hook(
+            f"{models}.minimax_m3.MiniMaxM3SparseForCausalLM.load_weights",
+            "around",
+            sglang_index_reuse.weights_of_sources,
+            "warns of every index weight of a layer without an indexer",
+        ),
+        Hook(
+            f"{models}.minimax_m3_vl.MiniMaxM3SparseForConditionalGeneration.load_weights",
+            "around",
+            sglang_index_reuse.weights_of_sources,
+            "warns of every index weight of a layer without an indexer",
+        ),
+        Hook(
+            "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool",
+            "replace",
+            sglang_kv_pool.SourceIndexKVPool,
+            "the pool allocates index keys for every sparse layer",
+        ),
+        Hook(
+            "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+            "after",
+            sglang_kv_pool.cell_size_of_sources,
+            "the token capacity is computed from index keys in every sparse layer",
+        ),
+    )
+
+
 def register() -> None:
     """Called by SGLang early in each of its processes."""
+    reuse = index_reuse.settings_from()
+    if reuse is not None:
+        _register_hooks(index_reuse_hooks(reuse))
     settings = policy_settings.settings_from()
     if settings is not None:
         from agentserve.runtime import sglang_radix_cache
