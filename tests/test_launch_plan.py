@@ -84,7 +84,7 @@ def test_gpu_plan_leaves_the_platform_to_sglang() -> None:
     made = plan(device="cuda", tp=8, kv={"memory_fraction": 0.75}, extra_args=["--trust-remote-code"])
     assert "--sleep-on-idle" not in made.argv
     assert made.env == {}
-    assert set(made.unset) == {"SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM", "AGENTSERVE_EVICTION"}
+    assert {"SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM", "AGENTSERVE_EVICTION"} <= set(made.unset)
     assert option(made, "--mem-fraction-static") == "0.75"
     assert option(made, "--device") == "cuda"
     assert "--attention-backend" not in made.argv
