@@ -30,3 +30,27 @@ def tiny(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: boo
     except CheckpointExistsError as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"wrote {folder}: tiny M3, {shape.num_layers} layers, {shape.dtype}, seed {seed}")
+
+
+@command.command("tiny-eagle3")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--layers", type=click.IntRange(2), default=None, help="Layers of the tiny M3 that it is for.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is already there.")
+def tiny_eagle3(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: bool) -> None:
+    """Write a random EAGLE3 draft for the tiny MiniMax-M3 to FOLDER."""
+    from agentserve.checkpoint.config import TinyM3Shape
+    from agentserve.checkpoint.tiny import CheckpointExistsError
+    from agentserve.checkpoint.tiny_eagle3 import TinyDraftShape, write_tiny_eagle3
+
+    target = TinyM3Shape(dtype=dtype, num_layers=layers or TinyM3Shape().num_layers)
+    shape = TinyDraftShape(target)
+    try:
+        write_tiny_eagle3(folder, seed=seed, shape=shape, overwrite=overwrite)
+    except CheckpointExistsError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(
+        f"wrote {folder}: EAGLE3 draft for a tiny M3 of {target.num_layers} layers, hidden states after layers "
+        f"{', '.join(map(str, shape.capture_layers))}, {dtype}, seed {seed}"
+    )

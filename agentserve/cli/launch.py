@@ -34,6 +34,9 @@ _FIELD_OF_OPTION = {
     "policy": "radix.policy",
     "admission": "radix.admission",
     "index_reuse": "index_reuse",
+    "eagle3": "eagle3.draft",
+    "eagle3_steps": "eagle3.steps",
+    "synthetic_acceptance": "eagle3.synthetic_length",
 }
 
 
@@ -49,6 +52,13 @@ _FIELD_OF_OPTION = {
 @click.option("--policy", help="Eviction policy of ours, e.g. gittins or ttl:handicap=30; default: SGLang's lru.")
 @click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
 @click.option("--index-reuse", help="Sparse layers share block selections: freq:4 or layers:3,7,11.")
+@click.option("--eagle3", metavar="DRAFT", help="EAGLE3 draft: checkpoint folder, or a cached Hub id; default: none.")
+@click.option("--eagle3-steps", type=int, help="Drafts per verification; default 3.")
+@click.option(
+    "--synthetic-acceptance",
+    metavar="LENGTH",
+    help="Tokens per verification as if the draft were that good, or golden: as measured. For speed only.",
+)
 @click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
 @click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")
@@ -74,7 +84,7 @@ def command(
         # Before the plan: it may fail for the very reason that a finding explains.
         print_findings(errors, checked)
         model = str(checked.facts.path) if checked.facts else recipe.model
-        plan = make_plan(recipe, checked.facts, model=model, cwd=Path.cwd())
+        plan = make_plan(recipe, checked.facts, model=model, cwd=Path.cwd(), draft=checked.draft)
     except (RecipeError, PlanError) as error:
         errors.print(escape(str(error)), soft_wrap=True)
         sys.exit(2)

@@ -75,6 +75,12 @@ class CheckpointFacts:
         return "float32"
 
     @property
+    def capture_layers(self) -> list[int] | None:
+        """Of an EAGLE3 draft: target layers whose hidden states it reads; None where the config does not say."""
+        layers = (self.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        return [int(layer) for layer in layers] if layers else None
+
+    @property
     def quantized(self) -> bool:
         return bool(self.config.get("quantization_config") or self.text_config.get("quantization_config"))
 

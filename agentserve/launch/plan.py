@@ -14,6 +14,7 @@ from agentserve.launch.facts import CheckpointFacts
 from agentserve.launch.recipe import Recipe
 from agentserve.runtime.index_reuse import REUSE_VARIABLE, ROCM_VARIABLE, parse_index_reuse
 from agentserve.runtime.policy_settings import BACKEND, EVICTION_VARIABLE, PolicySettings
+from agentserve.runtime.speculation import VARIABLES, SpeculationSettings
 from offload.state import shareable_layers
 
 CPU_PLATFORM = "agentserve_cpu"  # our entry point in the group sglang.srt.platforms
@@ -57,7 +58,14 @@ class LaunchPlan:
         return shlex.join([*words, *self.argv])
 
 
-def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd: Path) -> LaunchPlan:
+def make_plan(
+    recipe: Recipe,
+    facts: CheckpointFacts | None,
+    *,
+    model: str,
+    cwd: Path,
+    draft: CheckpointFacts | None = None,
+) -> LaunchPlan:
     """The command for a recipe.
 
     Args:
@@ -65,9 +73,10 @@ def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd:
         facts: what the checkpoint says, or None where it cannot be read (then the recipe must say more).
         model: path or id that SGLang gets as its model.
         cwd: working directory of the server.
+        draft: what the EAGLE3 draft's checkpoint says, or None where there is none or it cannot be read.
 
     Raises:
-        PlanError: the page size is neither in the recipe nor known from the checkpoint.
+        PlanError: the page size, or the draft's capture layers, are neither in the recipe nor known from a checkpoint.
     """
     page_size = recipe.page_size or (facts.block_size if facts else None)
     if page_size is None:
@@ -97,6 +106,7 @@ def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd:
             "--radix-eviction-policy": recipe.radix.eviction_policy,
             "--radix-cache-backend": BACKEND if recipe.radix.policy else None,
             "--kv-events-config": _kv_events(recipe.kv_events),
+            **_speculation_options(recipe, draft),
             "--host": recipe.host,
             "--port": recipe.port,
         }
@@ -118,12 +128,13 @@ def make_plan(recipe: Recipe, facts: CheckpointFacts | None, *, model: str, cwd:
         reuse = parse_index_reuse(recipe.index_reuse)
         # ROCm's backend shares selections itself; ours would get in the way of its fused kernels.
         env |= {ROCM_VARIABLE: str(reuse.freq)} if recipe.device == "rocm" else reuse.environment()
+    env |= _speculation_env(recipe, draft, notes)
     env |= recipe.env
     # Set, it selects SGLang's own CPU engine, which needs the CPU build of sgl_kernel. On a GPU a platform
     # left over in the shell would put the model on the CPU.
     foreign = ["SGLANG_USE_CPU_ENGINE"] if recipe.device == "cpu" else ["SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM"]
     # Left over from another launch, it would register what this recipe did not ask for.
-    foreign += [EVICTION_VARIABLE, REUSE_VARIABLE, ROCM_VARIABLE]
+    foreign += [EVICTION_VARIABLE, REUSE_VARIABLE, ROCM_VARIABLE, *VARIABLES]
     return LaunchPlan(
         argv=tuple(argv),
         env=env,
@@ -199,6 +210,45 @@ def _cpu_env(recipe: Recipe, facts: CheckpointFacts | None, notes: list[str]) ->
         env["SGLANG_CPU_OMP_THREADS_BIND"] = rank_cores(recipe.tp, recipe.cpu.omp_threads)
         notes.append(f"tp {recipe.tp} on a CPU: ranks bound to cores {env['SGLANG_CPU_OMP_THREADS_BIND']}")
     return env
+
+
+def _speculation_options(recipe: Recipe, draft: CheckpointFacts | None) -> dict[str, str | int]:
+    eagle3 = recipe.eagle3
+    if eagle3.draft is None:
+        return {}
+    return {
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(draft.path) if draft else eagle3.draft,
+        "--speculative-num-steps": eagle3.steps,
+        # A linear chain: the only shape that M3's sparse attention verifies.
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": eagle3.steps + 1,
+        # SGLang would take the target's, whose plans are made for the target's heads.
+        "--speculative-draft-attention-backend": eagle3.attention_backend
+        or ("torch_native" if recipe.device == "cpu" else "triton"),
+    }
+
+
+def _speculation_env(recipe: Recipe, draft: CheckpointFacts | None, notes: list[str]) -> dict[str, str]:
+    eagle3 = recipe.eagle3
+    if eagle3.draft is None:
+        return {}
+    named = draft.capture_layers if draft else None
+    layers = eagle3.capture_layers or named
+    if not layers:
+        raise PlanError(
+            "the draft's config.json does not say after which layers of the target its hidden states are taken "
+            "(eagle_config.eagle_aux_hidden_state_layer_ids); set eagle3.capture_layers to those it was trained with"
+        )
+    settings = SpeculationSettings(eagle3.radix_keys, tuple(layers), eagle3.length)
+    where = "the draft's config" if eagle3.capture_layers is None else "the recipe"
+    notes.append(f"EAGLE3, {eagle3.steps} drafts a step, hidden states after layers {layers} ({where})")
+    if settings.length is not None:
+        notes.append(
+            f"synthetic acceptance of {settings.length:g} tokens a step: right for speed only, the text is not the "
+            "model's"
+        )
+    return settings.environment()
 
 
 def rank_cores(tp: int, threads: int) -> str:

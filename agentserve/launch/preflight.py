@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Literal
 
 from agentserve.launch import host
+from agentserve.launch.draft import draft_faults
 from agentserve.launch.facts import (
     M3_ARCHITECTURES,
     CheckpointError,
@@ -44,10 +45,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Outcome of all checks; ``facts`` is None where the checkpoint cannot be read."""
+    """Outcome of all checks; ``facts`` and ``draft`` are None where the checkpoint cannot be read, ``draft`` also where
+    none was asked for."""
 
     facts: CheckpointFacts | None
     findings: tuple[Finding, ...]
+    draft: CheckpointFacts | None = None
 
     @property
     def ok(self) -> bool:
@@ -69,6 +72,14 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
         findings += check_page_size(recipe, facts)
         findings += check_context(recipe, facts)
         findings += check_index_reuse(recipe, facts)
+    draft = None
+    if recipe.eagle3.draft is not None:
+        try:
+            draft = read_facts(resolve_model(recipe.eagle3.draft))
+        except CheckpointError as error:
+            findings.append(Finding("error", f"EAGLE3 draft: {error}", error.fix.replace("--model", "--eagle3")))
+        if facts is not None and draft is not None:
+            findings += check_draft(recipe, facts, draft)
     findings += check_pages(recipe, facts)
     findings += check_port(recipe)
     findings += check_software(recipe)
@@ -83,7 +94,7 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
             findings += check_gpu_memory(recipe, facts, gpus[: recipe.tp])
     findings += check_open_files(*host.raise_open_file_limit(SGLANG_OPEN_FILES))
     findings += check_shm(recipe, host.shm_free())
-    return Preflight(facts, tuple(findings))
+    return Preflight(facts, tuple(findings), draft)
 
 
 def check_weights(facts: CheckpointFacts) -> Iterator[Finding]:
@@ -107,6 +118,12 @@ def check_architecture(facts: CheckpointFacts) -> Iterator[Finding]:
             f"not {' or '.join(M3_ARCHITECTURES)}",
             "agentserve launches MiniMax-M3 only; start other models with `python -m sglang.launch_server`",
         )
+
+
+def check_draft(recipe: Recipe, facts: CheckpointFacts, draft: CheckpointFacts) -> Iterator[Finding]:
+    yield from check_weights(draft)
+    for what, fix in draft_faults(facts.text_config, draft.config, draft.architecture, recipe.eagle3.capture_layers):
+        yield Finding("error", f"{draft.path / 'config.json'}: {what}", fix)
 
 
 def check_page_size(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:

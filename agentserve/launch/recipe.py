@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from agentserve.runtime.index_reuse import parse_index_reuse
 from agentserve.runtime.policy_settings import PolicySettings
+from agentserve.runtime.speculation import golden_length
 
 # SGLang's own policies (srt/arg_groups/choices.py: RADIX_EVICTION_POLICY_CHOICES in 0.5.23).
 EvictionPolicy = Literal["lru", "lfu", "slru", "priority", "tlru"]
@@ -48,6 +49,12 @@ MANAGED_FLAGS = {
     "--enable-cache-report": "cache_report",
     "--enable-metrics": "metrics",
     "--kv-events-config": "kv_events",
+    "--speculative-algorithm": "eagle3.draft",
+    "--speculative-draft-model-path": "eagle3.draft",
+    "--speculative-num-steps": "eagle3.steps",
+    "--speculative-num-draft-tokens": "eagle3.steps",
+    "--speculative-eagle-topk": "eagle3.steps",
+    "--speculative-draft-attention-backend": "eagle3.attention_backend",
 }
 
 
@@ -106,6 +113,34 @@ class RadixCache(_Model):
         return self
 
 
+class Eagle3(_Model):
+    """Speculative decoding by a linear chain of drafts (docs/design/eagle3.md); off without a draft."""
+
+    draft: str | None = Field(default=None, min_length=1)  # folder or cached Hub id of a LlamaForCausalLMEagle3
+    steps: int = Field(default=3, ge=1, le=16)  # drafts per verification
+    attention_backend: str | None = None  # of the draft, never the target's; None: torch_native on a CPU, else triton
+    capture_layers: list[Annotated[int, Field(ge=0)]] | None = None  # None: those that the draft's config names
+    # Tokens per verification as if the draft were that good; "golden": as measured for this number of steps. What is
+    # written is then not what the model would write. None: real verification.
+    synthetic_length: Annotated[float, Field(ge=1)] | Literal["golden"] | None = None
+    radix_keys: Literal["token", "pair"] = "token"  # pair: SGLang's own, which loses a page a prefix
+
+    @property
+    def length(self) -> float | None:
+        """The synthetic acceptance length; None for real verification."""
+        return golden_length(self.steps) if self.synthetic_length == "golden" else self.synthetic_length
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.draft is None:
+            if self.model_fields_set:
+                raise ValueError(f"{', '.join(sorted(self.model_fields_set))}: set draft too, or pass --eagle3 DRAFT")
+            return self
+        if self.length is not None and self.length > self.steps + 1:
+            raise ValueError(f"synthetic_length {self.length:g} is above {self.steps} steps + 1")
+        return self
+
+
 class Cpu(_Model):
     omp_threads: int = Field(default=1, ge=1)  # per rank; more than one slows decode down on shared cores
     threads_bind: str | None = None  # cores of each rank, as "0|1" or "0-3|4-7"; None: by rank where tp > 1
@@ -128,6 +163,7 @@ class Recipe(_Model):
     port: int = Field(default=30000, ge=1, le=65535)
     attention_backend: str | None = None
     radix: RadixCache = RadixCache()
+    eagle3: Eagle3 = Eagle3()
     # Sparse layers take over the block selection of an earlier one: freq:4 or layers:3,7,11. None: each chooses.
     index_reuse: str | None = None
     cache_report: bool = True

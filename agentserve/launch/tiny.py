@@ -42,7 +42,7 @@ def tiny_server(
         checked = preflight(recipe)
         if not checked.ok:
             raise RuntimeError("; ".join(f"{f.what} ({f.fix})" for f in checked.findings if f.level == "error"))
-        plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path(folder))
+        plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path(folder), draft=checked.draft)
         with ServerProcess(plan, log or Path(folder) / "server.log") as server:
             server.wait_ready(READY_TIMEOUT_S)
             yield server

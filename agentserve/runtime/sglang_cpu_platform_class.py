@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 
@@ -21,6 +24,21 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "EAGLE3"
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., Any]:
+        from agentserve.runtime.sglang_eagle3_kernels import extend_cache_locs
+
+        return extend_cache_locs
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        if kind != "mha":
+            return None
+        from agentserve.runtime.sglang_eagle3_pool import PlainKVPool
+
+        return PlainKVPool
 
     def init_backend(self) -> None:
         # SGLang logs a hook that could not be applied and goes on; without these the model is silently wrong.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agentserve.runtime import index_reuse, policy_settings, sglang_cpu_platform
+from agentserve.runtime import index_reuse, policy_settings, sglang_cpu_platform, speculation
 
 CHECKED_VERSION = "0.5.23"
 
@@ -130,6 +130,93 @@ def index_reuse_hooks(reuse: index_reuse.IndexReuse) -> tuple[Hook, ...]:
     )
 
 
+def eagle3_hooks() -> tuple[Hook, ...]:
+    """Hooks of EAGLE3 on any device; none is registered unless it was asked for."""
+    from agentserve.runtime import sglang_eagle3
+
+    return (
+        Hook(
+            "sglang.srt.mem_cache.registry.create_unified_radix_cache",
+            "around",
+            sglang_eagle3.cache_by_tokens,
+            "keys of token pairs lose one page of every prefix that ends on a page",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler_components.batch_result_processor."
+            "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+            "around",
+            sglang_eagle3.count_accepted,
+            "SGLang's metrics have no acceptance by position",
+        ),
+        Hook(
+            "sglang.srt.layers.attention.minimax_sparse_backend.MiniMaxSparseAttnBackend.__init__",
+            "after",
+            sglang_eagle3.verify_as_rows,
+            "the verification of a chain is enabled on ROCm only, though it is the device-independent decode",
+        ),
+        Hook(
+            "sglang.srt.model_executor.model_runner_components.attention_backend_setup."
+            "configure_aux_hidden_state_capture",
+            "before",
+            sglang_eagle3.capture_layers,
+            "where the draft's config names no layers, SGLang guesses some",
+        ),
+    )
+
+
+def eagle3_cpu_hooks() -> tuple[Hook, ...]:
+    """What EAGLE3 needs on top on a CPU."""
+    from agentserve.runtime import sglang_eagle3_attention, sglang_eagle3_kernels
+
+    kernels = "sglang.kernels.ops.speculative"
+    triton = "it exists as a Triton kernel only"
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+    return (
+        Hook(
+            f"{kernels}.cache_locs.assign_draft_cache_locs_contiguous_func",
+            "replace",
+            sglang_eagle3_kernels.draft_cache_locs,
+            triton,
+        ),
+        Hook(
+            "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+            "replace",
+            sglang_eagle3_kernels.assign_req_to_token,
+            triton,
+        ),
+        Hook(
+            f"{kernels}.spec_tree.build_tree_kernel_efficient_func",
+            "replace",
+            sglang_eagle3_kernels.build_chain,
+            triton,
+        ),
+        Hook(f"{kernels}.spec_tree.verify_tree_greedy_func", "replace", sglang_eagle3_kernels.verify_chain, triton),
+        Hook(f"{kernels}.eagle.fill_bonus_tokens_func", "replace", sglang_eagle3_kernels.fill_bonus_tokens, triton),
+        Hook(
+            f"{factory}.create_decode_backend",
+            "around",
+            sglang_eagle3_attention.draft_decode_backend,
+            "no torch backend is in the table of draft backends",
+        ),
+        Hook(
+            f"{factory}.create_draft_extend_backend",
+            "around",
+            sglang_eagle3_attention.draft_extend_backend,
+            "no torch backend is in the table of draft backends",
+        ),
+    )
+
+
+def active_hooks() -> tuple[Hook, ...]:
+    """The hooks that this process must have in place."""
+    cpu, eagle3 = sglang_cpu_platform.selected(), speculation.settings_from() is not None
+    return (
+        *(cpu_hooks() if cpu else ()),
+        *(eagle3_hooks() if eagle3 else ()),
+        *(eagle3_cpu_hooks() if cpu and eagle3 else ()),
+    )
+
+
 def register() -> None:
     """Called by SGLang early in each of its processes."""
     reuse = index_reuse.settings_from()
@@ -141,15 +228,20 @@ def register() -> None:
 
         sglang_radix_cache.register_backend(settings)
         _register_hooks(policy_hooks())
+    if sglang_cpu_platform.selected():
+        sglang_cpu_platform.activate()
+    _register_hooks(active_hooks())
     if not sglang_cpu_platform.selected():
         return
-    sglang_cpu_platform.activate()
-    _register_hooks(cpu_hooks())
 
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     @register_attention_backend("torch_native")
     def _dense_torch(runner: Any) -> Any:
+        if speculation.settings_from() is not None:
+            from agentserve.runtime.sglang_eagle3_attention import ChainDenseBackend
+
+            return ChainDenseBackend(runner)
         from agentserve.runtime.sglang_dense import DenseTorchAttnBackend
 
         return DenseTorchAttnBackend(runner)
@@ -163,10 +255,10 @@ def _register_hooks(hooks: tuple[Hook, ...]) -> None:
 
 
 def require_applied(hooks: tuple[Hook, ...] | None = None) -> None:
-    """Raise unless every hook, by default every CPU hook, is in place in this process."""
+    """Raise unless every hook, by default every active one, is in place in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    hooks = cpu_hooks() if hooks is None else hooks
+    hooks = active_hooks() if hooks is None else hooks
     missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
