@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -33,6 +33,7 @@ _POLL_S = 0.2
 _LAST_GRACE_S = 1.0
 _KILL_ROUNDS = 10
 _HEALTH_TIMEOUT_S = 30.0  # /health of SGLang generates a token before it answers
+PROBES = ("/health", "/health_generate")  # of SGLang
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 
@@ -59,10 +60,14 @@ class ServerProcess:
         plan: what to run.
         log: file for the server's output; its folder is made.
         stop_timeout_s: seconds the server gets to finish running requests before it is killed.
+        probes: paths that answer 200, one after the other, once it is ready.
     """
 
-    def __init__(self, plan: LaunchPlan, log: Path, *, stop_timeout_s: float = 15.0) -> None:
+    def __init__(
+        self, plan: LaunchPlan, log: Path, *, stop_timeout_s: float = 15.0, probes: Sequence[str] = PROBES
+    ) -> None:
         self.plan = plan
+        self._probes = probes
         self.log = log
         self.stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -114,12 +119,15 @@ class ServerProcess:
                 self._seen |= dict.fromkeys(psutil.Process(process.pid).children(recursive=True))
         return process.poll()
 
-    def wait_ready(self, timeout_s: float, progress: Progress | None = None) -> float:
-        """Wait until the server answers /health and has generated a token once.
+    def wait_ready(
+        self, timeout_s: float, progress: Progress | None = None, stop: threading.Event | None = None
+    ) -> float:
+        """Wait until the server answers its probes: of SGLang, /health, and that it has generated a token once.
 
         Args:
             timeout_s: seconds from the start after which to give up.
             progress: called a few times a second.
+            stop: set by another thread to give up at once.
 
         Returns:
             Seconds from the start to readiness.
@@ -127,7 +135,7 @@ class ServerProcess:
         Raises:
             ServerError: it exited, or the time is over. The message holds the end of its log and its path.
         """
-        probes = iter(("/health", "/health_generate"))
+        probes = iter(self._probes)
         probe = next(probes)
         with httpx.Client(base_url=self.plan.url, trust_env=False) as client:
             while True:
@@ -135,7 +143,7 @@ class ServerProcess:
                 exit_code = self.poll()
                 if exit_code is not None:
                     raise ServerError(self._why(exit_code, elapsed), exit_code, self.log)
-                if elapsed > timeout_s:
+                if elapsed > timeout_s or (stop is not None and stop.is_set()):
                     raise ServerError(
                         f"the server is not ready after {elapsed:.0f} s; its last lines:\n{self.log_tail()}\n"
                         f"log: {self.log}",

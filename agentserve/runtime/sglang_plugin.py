@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from agentserve.runtime import index_reuse, policy_settings, sglang_cpu_platform, speculation
+from offload import settings as offload_settings
 
 CHECKED_VERSION = "0.5.23"
 
@@ -207,6 +208,39 @@ def eagle3_cpu_hooks() -> tuple[Hook, ...]:
     )
 
 
+def offload_hooks() -> tuple[Hook, ...]:
+    """Hooks of offloading to LMCache (checked against 0.5.6); none is registered unless it was asked for."""
+    from agentserve.runtime import sglang_lmcache_cache, sglang_lmcache_connector, sglang_lmcache_pool
+
+    lmcache = "lmcache.integration.sglang"
+    return (
+        Hook(
+            f"{lmcache}.unified_kv_adapter.SGLangUnifiedKVAdapter._resolve_pool_tensors",
+            "around",
+            sglang_lmcache_pool.pool_tensors,
+            "knows no M3 pool, and hands views to what moves tensors to shared memory on a CPU",
+        ),
+        Hook(
+            f"{lmcache}.unified_kv_adapter.SGLangUnifiedKVAdapter._resolve_dsa_indexer_tensors",
+            "around",
+            sglang_lmcache_pool.page_tensors,
+            "pages carry no checksum of what they hold",
+        ),
+        Hook(
+            f"{lmcache}.unified_lmcache_mp_connector.UnifiedLMCacheMPConnector",
+            "replace",
+            sglang_lmcache_connector.GuardedConnector,
+            "waits for the daemon without limit, registers once, and keys name a path instead of weights",
+        ),
+        Hook(
+            "sglang.srt.mem_cache.storage.lmcache.lmcache_unified_radix_cache.LMCacheUnifiedRadixCache",
+            "replace",
+            sglang_lmcache_cache.GuardedRadixCache,
+            "frees the slots of an abandoned load while a late daemon may still write to them",
+        ),
+    )
+
+
 def active_hooks() -> tuple[Hook, ...]:
     """The hooks that this process must have in place."""
     cpu, eagle3 = sglang_cpu_platform.selected(), speculation.settings_from() is not None
@@ -228,6 +262,8 @@ def register() -> None:
 
         sglang_radix_cache.register_backend(settings)
         _register_hooks(policy_hooks())
+    if offload_settings.settings_from() is not None:
+        _register_hooks(offload_hooks())
     if sglang_cpu_platform.selected():
         sglang_cpu_platform.activate()
     _register_hooks(active_hooks())

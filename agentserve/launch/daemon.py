@@ -1,0 +1,150 @@
+"""LMCache's daemon beside a server: started, watched, started again, and gone at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from agentserve.launch.plan import LaunchPlan
+from agentserve.launch.process import ServerError, ServerProcess
+from offload.daemon import DaemonSpec, daemon_command
+from offload.segments import clear_stale_segments
+
+READY_TIMEOUT_S = 180.0
+_POLL_S = 0.5
+_HEALTH_S = 2.0
+_FIRST_BACK_OFF_S = 1.0
+_LAST_BACK_OFF_S = 30.0
+_STEADY_S = 60.0  # having run for this long, the next end counts as the first again
+_STOP_S = 5.0
+
+Report = Callable[[str], None]
+
+
+def daemon_plan(spec: DaemonSpec, cwd: Path) -> LaunchPlan:
+    """The process of a daemon. Raises OffloadError."""
+    return LaunchPlan(
+        argv=tuple(daemon_command(spec)),
+        env={
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "LMCACHE_LOG_LEVEL": "WARNING",
+            "OMP_NUM_THREADS": "1",
+        },
+        unset=("LMCACHE_CONFIG_FILE", "SGLANG_PLATFORM"),
+        cwd=cwd,
+        url=f"http://127.0.0.1:{spec.http_port}",
+    )
+
+
+class Daemon:
+    """One daemon, kept alive by a thread: entered when it is healthy, gone with its segments on exit.
+
+    Args:
+        plan: from ``daemon_plan``.
+        log: file of its output; later starts write ``NAME-2.log``, ``NAME-3.log`` and so on.
+        report: told of ends and restarts, one sentence each.
+        frozen_after_s: a daemon that does not answer for this long is killed and started again.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        log: Path,
+        *,
+        report: Report = lambda what: None,
+        frozen_after_s: float = 30.0,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
+        self.plan = plan
+        self.starts = 0
+        self.pid: int | None = None
+        self._log = log
+        self._report = report
+        self._frozen_after_s = frozen_after_s
+        self._ready_timeout_s = ready_timeout_s
+        self._stopping = threading.Event()
+        self._settled = threading.Event()  # the first start has succeeded or failed
+        self._failure: ServerError | None = None
+        # The kernel ends a child with the thread that started it: one thread starts them all.
+        self._thread = threading.Thread(target=self._keep_alive, name="agentserve-daemon", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Raises ServerError, with the end of its log, when it does not get healthy."""
+        clear_stale_segments()
+        self._thread.start()
+        try:
+            self._settled.wait()
+        except BaseException:
+            self.stop()
+            raise
+        if self._failure is not None:
+            self.stop()
+            raise self._failure
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it; harmless when it has ended. Segments of a server that was killed go with it."""
+        self._stopping.set()
+        self._thread.join()
+        clear_stale_segments()
+
+    def _keep_alive(self) -> None:
+        back_off = _FIRST_BACK_OFF_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            why = self._run_once()
+            self.pid = None
+            if self._stopping.is_set() or self._failure is not None:
+                return
+            back_off = _FIRST_BACK_OFF_S if time.monotonic() - started > _STEADY_S else back_off
+            self._report(f"the LMCache daemon {why}; starting it again in {back_off:.0f} s")
+            self._stopping.wait(back_off)
+            back_off = min(2 * back_off, _LAST_BACK_OFF_S)
+
+    def _run_once(self) -> str:
+        """From start to end; why it ended."""
+        self.starts += 1
+        log = self._log if self.starts == 1 else self._log.with_stem(f"{self._log.stem}-{self.starts}")
+        with ServerProcess(self.plan, log, stop_timeout_s=_STOP_S, probes=("/healthcheck",)) as process:
+            self.pid = process.pid
+            try:
+                process.wait_ready(self._ready_timeout_s, stop=self._stopping)
+            except ServerError as error:
+                if not self._settled.is_set():
+                    self._failure = error
+                    self._settled.set()
+                return "did not get healthy"
+            if self.starts > 1:
+                self._report(f"the LMCache daemon is back (start {self.starts})")
+            self._settled.set()
+            return self._watch(process)
+
+    def _watch(self, process: ServerProcess) -> str:
+        answered = asked = time.monotonic()
+        with httpx.Client(base_url=self.plan.url, trust_env=False, timeout=2.0) as client:
+            while not self._stopping.wait(_POLL_S):
+                exit_code = process.poll()
+                if exit_code is not None:
+                    return f"ended with exit code {exit_code}"
+                if time.monotonic() - asked < _HEALTH_S:
+                    continue
+                asked = time.monotonic()
+                try:
+                    client.get("/healthcheck")
+                    answered = time.monotonic()
+                except httpx.HTTPError:
+                    if time.monotonic() - answered > self._frozen_after_s:
+                        return f"did not answer for {self._frozen_after_s:.0f} s and was killed"
+        return "was stopped"

@@ -1,0 +1,59 @@
+"""What offloading did, at ``/metrics``. Names begin with ``agentserve_offload_``."""
+
+from __future__ import annotations
+
+
+class OffloadCounters:
+    """Prometheus counters of one rank; all calls are no-ops where ``enabled`` is false.
+
+    Create it in the scheduler only: SGLang names the folder that its processes share their numbers in before it
+    imports ``prometheus_client``, and so must we.
+
+    Args:
+        rank: tensor-parallel rank, a label of every number.
+        enabled: whether SGLang was started with metrics.
+    """
+
+    def __init__(self, rank: int, *, enabled: bool) -> None:
+        self._rank = str(rank)
+        self._enabled = enabled
+        if not enabled:
+            return
+        from prometheus_client import Counter, Gauge
+
+        self._tokens = Counter(
+            "agentserve_offload_tokens",
+            "Tokens by what became of them: stored, restored, verified, refused (a seal did not fit), abandoned "
+            "(a load or store was given up), quarantined (their slots were set aside) or released (and given back).",
+            ["event", "rank"],
+        )
+        self._lookups = Counter(
+            "agentserve_offload_lookups",
+            "Lookups by outcome: hit, miss, late (given up) or offline (not asked).",
+            ["outcome", "rank"],
+        )
+        self._seconds = Counter("agentserve_offload_seconds", "Seconds the scheduler waited.", ["wait", "rank"])
+        self._online = Gauge(
+            "agentserve_offload_online", "Whether the daemon is in use.", ["rank"], multiprocess_mode="livemin"
+        )
+        self._losses = Counter("agentserve_offload_daemon_losses", "Times that the daemon was lost.", ["rank"])
+
+    def tokens(self, event: str, count: int) -> None:
+        if self._enabled and count:
+            self._tokens.labels(event, self._rank).inc(count)
+
+    def lookup(self, outcome: str) -> None:
+        if self._enabled:
+            self._lookups.labels(outcome, self._rank).inc()
+
+    def waited(self, wait: str, seconds: float) -> None:
+        if self._enabled:
+            self._seconds.labels(wait, self._rank).inc(seconds)
+
+    def online(self, now: bool) -> None:
+        if self._enabled:
+            self._online.labels(self._rank).set(int(now))
+
+    def lost(self) -> None:
+        if self._enabled:
+            self._losses.labels(self._rank).inc()

@@ -1,0 +1,59 @@
+"""SGLang's LMCache radix cache with a quarantine. Checked against sglang 0.5.23."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as upstream
+
+from agentserve.runtime.offload_counters import OffloadCounters
+from agentserve.runtime.sglang_lmcache_connector import GuardedConnector, LoadAbandoned
+from offload.guard import Held, Quarantine
+
+
+class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
+    """Slots of an abandoned load are nobody's until the daemon is done with it or dead."""
+
+    lmcache_connector: GuardedConnector
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        from agentserve.runtime import sglang_plugin
+
+        sglang_plugin.require_applied(sglang_plugin.offload_hooks())
+        self._quarantine = Quarantine()
+        super().__init__(params, **kwargs)
+        connector = self.lmcache_connector
+        connector.counters = OffloadCounters(kwargs["tp_rank"], enabled=params.enable_metrics)
+        connector.counters.online(connector.online)
+
+    def _start_external_load(self, flow: Any, req: Any) -> int | None:
+        connector = self.lmcache_connector
+        if not connector.all_online():
+            return None
+        try:
+            return super()._start_external_load(flow, req)
+        except LoadAbandoned:
+            load = flow.load
+            tokens = len(load.device_indices)
+            self._quarantine.add(Held(load.future, connector.daemon_gone(), load.device_indices, tokens))
+            connector.counters.tokens("quarantined", tokens)
+            flow.load = None
+            flow.load_req = None
+            self._release_flow_anchor(flow)
+            return None
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if not len(self._quarantine):
+            return
+        # All ranks set the same loads aside; what one frees all free, or their allocators part.
+        ready = torch.tensor([self._quarantine.ready()], dtype=torch.int64)
+        self.lmcache_connector.parallel_all_reduce(ready, torch.distributed.ReduceOp.MIN)
+        for slots in self._quarantine.release(int(ready.item())):
+            self.token_to_kv_pool_allocator.free(slots)
+            self.lmcache_connector.counters.tokens("released", len(slots))
+
+    def has_pending_cache_operations(self) -> bool:
+        # SGLang then neither flushes the pool nor counts the slots as leaked.
+        return bool(len(self._quarantine)) or super().has_pending_cache_operations()

@@ -1,0 +1,344 @@
+"""LMCache's connector with deadlines, a name for the model's state, and sealed pages.
+
+LMCache 0.5.6's own connector waits for its daemon without limit and registers with it once. This one subclasses it;
+what may be decided without LMCache is in ``offload.guard``. Checked against sglang 0.5.23 and lmcache 0.5.6.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lmcache.integration.sglang import unified_lmcache_mp_connector as upstream
+from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation, LMCacheLookupOperation
+
+from agentserve.runtime.offload_counters import OffloadCounters
+from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of
+from offload.fingerprint import fingerprint
+from offload.guard import DeadlineFuture, Health
+from offload.seal import Sealer, pages_of
+from offload.settings import OffloadError, settings_from
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 0.05  # how often a waiting load looks whether the daemon was lost meanwhile
+_MAX_UNENDED = 4096
+# Settings by environment that change K, V or the choice of blocks; ports and paths do not begin like this.
+_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "AGENTSERVE_INDEX_")
+
+
+class LoadAbandoned(BaseException):
+    """A load that was refused, late or wrong.
+
+    Not an ``Exception``: upstream catches those around a load and frees its slots at once, though a late daemon may
+    still write to them.
+    """
+
+
+class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
+    """Takes upstream's arguments. It starts without a daemon, too, and uses it once it is there."""
+
+    def __init__(self, *, model_config: Any, token_to_kv_pool_allocator: Any, **kwargs: Any) -> None:
+        settings = settings_from()
+        if settings is None:
+            raise OffloadError("offload is not configured: start the server with `agentserve launch --offload lmcache`")
+        self._offload = settings
+        self._health = Health()
+        self._daemon: psutil.Process | None = None
+        self._pool = token_to_kv_pool_allocator.get_kvcache()
+        self._sealer: Sealer | None = None
+        self._lookup_deadlines: dict[str, float] = {}
+        self._unended: deque[str] = deque(maxlen=_MAX_UNENDED)  # sessions to end once the daemon is back
+        self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
+        self._model_config = model_config
+        super().__init__(model_config=model_config, token_to_kv_pool_allocator=token_to_kv_pool_allocator, **kwargs)
+        self._heartbeat_thread = threading.Thread(target=self._watch, name="agentserve-offload-watch", daemon=True)
+        self._heartbeat_thread.start()
+
+    # --- the daemon
+
+    def _get_chunk_size(self) -> int:
+        return self._offload.chunk_tokens  # upstream asks the daemon, which need not be there yet
+
+    def register_kv_cache(self) -> None:
+        """Called by upstream's constructor once the tensors are known."""
+        planes = planes_of(self._pool)
+        seals = seals_of(self._pool)
+        layout = [plane.layout for plane in planes] + ([] if seals is None else ["seals"])
+        settings = {
+            "page_size": self.page_size,
+            "chunk_tokens": self.chunk_size,
+            "dtype": str(self._model_config.dtype),
+            "quantization": str(self._model_config.quantization),
+            **{name: value for name, value in os.environ.items() if name.startswith(_MODEL_VARIABLES)},
+        }
+        self.model_name = f"agentserve-{fingerprint(Path(self._model_config.model_path), layout, settings)}"
+        if seals is not None:
+            self._sealer = Sealer([plane.tensor for plane in planes], seals, self.page_size, self.model_name)
+        try:
+            self._connect()
+        except OffloadError:
+            raise
+        except Exception as error:
+            logger.warning(
+                "no LMCache daemon at %s: serving without offload until there is (%s)", self.server_url, error
+            )
+
+    def _connect(self) -> None:
+        """Register with the daemon under a new id, so that it refuses what an earlier registration left in flight.
+
+        Raises:
+            OffloadError: the daemon's chunks have another size.
+            Exception: it does not answer.
+        """
+        self._req_client.ping(None).result(timeout=self._offload.ping_deadline)
+        chunk = int(self._req_client.get_chunk_size().result(timeout=self._offload.ping_deadline))
+        if chunk != self.chunk_size:
+            raise OffloadError(
+                f"the LMCache daemon at {self.server_url} has chunks of {chunk} tokens, this server expects "
+                f"{self.chunk_size}; start it with "
+                f"--chunk-size {self.chunk_size}, or set offload.chunk_tokens to {chunk}"
+            )
+        before = self._transfer_ctx
+        if before is not None:
+            before.unregister()
+        self.instance_id = uuid.uuid4().int & ((1 << 63) - 1)
+        self._registered = False
+        super().register_kv_cache()
+        self._daemon = listener(int(self.server_url.rpartition(":")[2]))
+        while self._unended:
+            self._track_control_future(self._req_client.end_session(self._unended.popleft()))
+        self._health.note_registered()
+        self.counters.online(True)
+        logger.info("LMCache daemon at %s is in use", self.server_url)
+
+    def _watch(self) -> None:
+        """Ask the daemon for signs of life until the connector is closed; come back to it when it returns."""
+        complained = False
+        while not self._heartbeat_stop.wait(self._offload.ping_interval):
+            try:
+                self._req_client.ping(self.instance_id).result(timeout=self._offload.ping_deadline)
+                if not self._health.online:
+                    self._connect()
+                    complained = False
+            except Exception as error:
+                self._trouble(f"no sign of life: {error}")
+                if isinstance(error, OffloadError) and not complained:
+                    logger.error("%s", error)
+                    complained = True
+
+    def _trouble(self, what: str) -> None:
+        if self._health.online:
+            logger.warning("LMCache daemon at %s is not used for now: %s", self.server_url, what)
+            self.counters.lost()
+        self._health.note_trouble()
+        self.counters.online(False)
+
+    @property
+    def online(self) -> bool:
+        """Whether the daemon is in use on this rank."""
+        return self._health.online
+
+    def daemon_gone(self) -> Callable[[], bool]:
+        """Whether the daemon of this moment is known to be dead, as a function to ask later."""
+        daemon, health = self._daemon, self._health
+
+        def gone() -> bool:
+            return daemon is not None and not (health.online and daemon is self._daemon) and _dead(daemon)
+
+        return gone
+
+    def all_online(self) -> bool:
+        """Whether the daemon is in use on every rank. All ranks must ask together."""
+        return bool(self._sync_success(self._health.online))
+
+    def _ensure_heartbeat_started(self) -> None:
+        """Upstream's heartbeat only logs; ``_watch`` takes its place."""
+
+    @property
+    def operation_timeout(self) -> float:
+        return self._offload.load_deadline  # a flush waits this long for what is in flight
+
+    # --- lookup
+
+    def submit_lookup(
+        self, request_id: str, token_ids: list[int], *, local_hit_tokens: int, cache_salt: str
+    ) -> LMCacheLookupOperation:
+        if not self.all_online():
+            self.counters.lookup("offline")
+            operation = LMCacheLookupOperation(
+                request_id, list(token_ids), int(local_hit_tokens), cache_salt, total_hit_tokens=0
+            )
+            self._lookups[request_id] = operation
+            return operation
+        self._lookup_deadlines[request_id] = time.monotonic() + self._offload.lookup_deadline
+        return super().submit_lookup(request_id, token_ids, local_hit_tokens=local_hit_tokens, cache_salt=cache_salt)
+
+    def poll_lookup(self, operation: LMCacheLookupOperation) -> int | None:
+        if operation.total_hit_tokens is not None:
+            return operation.total_hit_tokens
+        late = time.monotonic() >= self._lookup_deadlines.get(operation.request_id, 0.0)
+        outcome = "late" if late else "offline"
+        given_up = late or not self._health.online
+        if given_up and self.is_lookup_leader:
+            operation.submission_future = None  # upstream reads this as a miss, on all ranks
+        hit = super().poll_lookup(operation)
+        if hit is not None:
+            self._lookup_deadlines.pop(operation.request_id, None)
+            if not (given_up and self.is_lookup_leader):
+                outcome = "hit" if hit else "miss"
+            elif late:
+                self._trouble("a lookup was not answered in time")
+            self.counters.lookup(outcome)
+        return hit
+
+    # --- load
+
+    def prepare_load_on_stream(self, operation: LMCacheLoadOperation, stream: Any) -> bool:
+        """Wait until the load is done or ordered before ``stream``; True, or LoadAbandoned on all ranks."""
+        started = time.monotonic()
+        success = self._sync_success(self._wait_for(operation, stream, started))
+        tokens = operation.end - operation.local_hit_tokens
+        if success and self._sealer is not None:
+            success = self._sync_success(self._verified(operation, stream))
+        self.counters.waited("load", time.monotonic() - started)
+        if success:
+            self.counters.tokens("restored", tokens)
+            return True
+        operation.lookup.locks_held = False
+        operation.result = False
+        self._cleanup_lookup_result(operation.lookup)
+        raise LoadAbandoned
+
+    def _wait_for(self, operation: LMCacheLoadOperation, stream: Any, started: float) -> bool:
+        deadline = started + self._offload.load_deadline
+        while True:
+            try:
+                if operation.future.wait_on_stream(stream, timeout=_SLICE_S):
+                    return True
+                self._trouble("it refused a load")
+                return False
+            except TimeoutError:
+                if not self._health.online:
+                    logger.warning("load for %s given up: the daemon was lost", operation.request_id)
+                elif time.monotonic() >= deadline:
+                    self._trouble(f"a load was not done after {self._offload.load_deadline} s")
+                else:
+                    continue
+                self.counters.tokens("abandoned", operation.end - operation.local_hit_tokens)
+                return False
+            except Exception as error:
+                self._trouble(f"a load failed: {error}")
+                return False
+
+    def _verified(self, operation: LMCacheLoadOperation, stream: Any) -> bool:
+        assert self._sealer is not None
+        pages = pages_of(operation.device_indices, self.page_size)
+        digests = self._sealer.digests(
+            operation.token_ids[: operation.end],
+            operation.lookup.cache_salt,
+            operation.local_hit_tokens // self.page_size,
+        )
+        on_device = pages.device.type != "cpu"
+        with torch.get_device_module(pages.device).stream(stream) if on_device else nullcontext():
+            wrong = self._sealer.failures(pages, digests)
+        self.counters.tokens("verified", (len(pages) - wrong) * self.page_size)
+        if wrong:
+            self.counters.tokens("refused", len(pages) * self.page_size)
+            logger.error(
+                "LMCache returned a prefix for %s of which %d of %d pages are not what was stored: recomputing it",
+                operation.request_id,
+                wrong,
+                len(pages),
+            )
+        return not wrong
+
+    # --- store
+
+    def submit_store(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        device_indices: list[torch.Tensor] | torch.Tensor,
+        *,
+        device_indices_start: int,
+        cache_salt: str,
+    ) -> Any:
+        if not self.all_online():
+            return None
+        end = len(token_ids) // self.chunk_size * self.chunk_size
+        start = self.get_store_start(request_id, end)
+        if self._sealer is not None and end > start:
+            slots = self._normalize_group_indices(device_indices)[0]
+            pages = pages_of(slots[start - device_indices_start : end - device_indices_start], self.page_size)
+            self._sealer.write(pages, self._sealer.digests(token_ids[:end], cache_salt, start // self.page_size))
+        operation = super().submit_store(
+            request_id, token_ids, device_indices, device_indices_start=device_indices_start, cache_salt=cache_salt
+        )
+        if operation is not None:
+            gone = self.daemon_gone()
+            operation.future = DeadlineFuture(
+                operation.future,
+                time.monotonic() + self._offload.store_deadline,
+                # A daemon that reads late stores whatever is in the slots by then under this prefix's key. Seals
+                # find that; without them the slots stay as they are until it is done or dead.
+                may_give_up=lambda: self._sealer is not None,
+                gone=gone,
+            )
+        return operation
+
+    def complete_store(self, operation: Any, *, synchronize: bool = True) -> bool:
+        success = bool(super().complete_store(operation, synchronize=synchronize))
+        self.counters.tokens("stored" if success else "abandoned", operation.end - operation.start)
+        if not success:
+            self._trouble("a store failed or was late")
+        return success
+
+    # --- ends
+
+    def end_session(self, request_id: str) -> None:
+        self._lookup_deadlines.pop(request_id, None)
+        if not self._health.online and request_id in self._active_sessions:
+            # Its read locks are freed when the daemon is back; a restarted one has none.
+            self._active_sessions.discard(request_id)
+            if self.is_lookup_leader:
+                self._unended.append(request_id)
+        super().end_session(request_id)
+
+    def close(self) -> None:
+        if not self._health.online:
+            self._registered = False
+            self._active_sessions.clear()
+            self._control_futures.clear()
+        self._mq_timeout = self._offload.ping_deadline
+        super().close()
+
+
+def listener(port: int) -> psutil.Process | None:
+    """The process that listens on a local TCP port, where the system lets us see it."""
+    try:
+        for connection in psutil.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                return psutil.Process(connection.pid) if connection.pid else None
+    except (psutil.Error, OSError):
+        pass
+    return None
+
+
+def _dead(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False

@@ -1,0 +1,130 @@
+"""What LMCache registers of an M3 pool: all planes, or an error. Checked against sglang 0.5.23 and lmcache 0.5.6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.seal import new_seals
+from offload.settings import OffloadError, settings_from
+
+_SEALS = "agentserve_seals"  # attribute of the pool, set when LMCache asks for its tensors
+
+
+class Plane(NamedTuple):
+    """One tensor of the state of a prefix."""
+
+    name: str  # as "K 3" or "index-K 3": plane and place in its pool
+    tensor: torch.Tensor  # (slots, heads, head size)
+
+    @property
+    def layout(self) -> str:
+        """What must be equal for a stored page to fit."""
+        return f"{self.name} {tuple(self.tensor.shape[1:])} {self.tensor.dtype}"
+
+
+def planes_of(pool: Any) -> list[Plane]:
+    """Every tensor that makes up a prefix in an M3 pool: K, V, then index K, then index V where layers have one.
+
+    Raises:
+        OffloadError: the pool is no M3 pool, is of a kind that LMCache cannot address by slots, or holds a tensor
+            of its length that is none of these planes: it would be lost, and the output would change silently.
+    """
+    # At the call: index reuse replaces the class in its module.
+    from sglang.srt.mem_cache import memory_pool
+
+    if not isinstance(pool, memory_pool.MiniMaxSparseKVPool):
+        raise OffloadError(
+            f"offload knows what makes up a prefix in a MiniMaxSparseKVPool only, this server's pool is a "
+            f"{type(pool).__name__}; leave offload out"
+        )
+    if pool.dense_pool is not None or pool._enable_hisparse:
+        raise OffloadError("offload does not run with HiSparse, whose slots are no addresses; leave one of them out")
+    planes = _buffers("K", pool.main_pool, "k_buffer") + _buffers("V", pool.main_pool, "v_buffer")
+    keys = 0
+    for index_pool in (pool.index_k_pool, pool.index_kv_pool):
+        if index_pool is not None:
+            made = _buffers("index-K", index_pool, "k_buffer", keys)
+            keys += len(made)
+            planes += made
+    if pool.index_kv_pool is not None:
+        planes += _buffers("index-V", pool.index_kv_pool, "v_buffer")
+    layers = len(pool.index_k_layer_id_mapping) + len(pool.index_kv_layer_id_mapping)
+    if keys != layers:
+        raise OffloadError(f"{type(pool).__name__} has {keys} buffers of index keys for {layers} layers")
+    slots = pool.size + pool.page_size
+    known = {plane.tensor.data_ptr() for plane in planes} | {0}
+    for where, tensor in _tensors(pool):
+        if tensor.dim() and tensor.shape[0] >= slots // pool.page_size and tensor.data_ptr() not in known:
+            raise OffloadError(
+                f"{type(pool).__name__}.{where} is a tensor of {tuple(tensor.shape)} that offload does not know: a "
+                f"prefix restored without it would be incomplete; leave offload out"
+            )
+    return planes
+
+
+def seals_of(pool: Any) -> torch.Tensor | None:
+    """Where the seals of the pool's pages live; None where they are switched off or LMCache has not asked yet."""
+    return getattr(pool, _SEALS, None)
+
+
+def pool_tensors(original: Callable[..., Any], self: Any, kv_pool: Any) -> tuple[torch.Tensor, ...]:
+    """AROUND ``SGLangUnifiedKVAdapter._resolve_pool_tensors``: all planes of an M3 pool, in shared memory on a CPU."""
+    planes = planes_of(kv_pool)
+    tensors = tuple(plane.tensor for plane in planes)
+    settings = settings_from()
+    if settings is not None and settings.verify and seals_of(kv_pool) is None:
+        pages = tensors[0].shape[0] // kv_pool.page_size
+        setattr(kv_pool, _SEALS, new_seals(pages, tensors[0].device))
+    if tensors[0].device.type == "cpu":
+        seals = seals_of(kv_pool)
+        _share([*tensors, *([] if seals is None else [seals])])
+        for pool in (kv_pool.main_pool, kv_pool.index_k_pool, kv_pool.index_kv_pool):
+            if getattr(pool, "k_data_ptrs", None) is not None:
+                pool._init_data_ptrs_and_strides()  # the tensors have moved
+    return tensors
+
+
+def page_tensors(original: Callable[..., Any], self: Any, kv_pool: Any) -> tuple[torch.Tensor, ...]:
+    """AROUND ``SGLangUnifiedKVAdapter._resolve_dsa_indexer_tensors``: the seals, one row a page.
+
+    Upstream's place for tensors that have rows by page and share the pages' ids with K and V.
+    """
+    seals = seals_of(kv_pool)
+    return () if seals is None else (seals,)
+
+
+def _share(tensors: list[torch.Tensor]) -> None:
+    """Move the pool's own tensors to shared memory.
+
+    LMCache moves what it is handed, and it is handed views: the pool would go on writing to its old memory, and the
+    daemon would store zeros.
+    """
+    from lmcache.v1.platform.devices.cpu.shm import migrate_to_shm_and_wrap
+
+    for tensor in tensors:
+        migrate_to_shm_and_wrap(tensor)
+
+
+def _buffers(name: str, pool: Any, attribute: str, first: int = 0) -> list[Plane]:
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        raise OffloadError(f"offload needs the KV layout nhd, this server's is {pool.kv_cache_layout}")
+    buffers = getattr(pool, attribute, None)
+    if not buffers:
+        raise OffloadError(f"{type(pool).__name__} has no {attribute}: its {name} cannot be offloaded")
+    return [Plane(f"{name} {first + i}", tensor) for i, tensor in enumerate(buffers)]
+
+
+def _tensors(pool: Any, path: str = "", depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors reachable from a pool's attributes, its sub-pools and lists included."""
+    for name, value in vars(pool).items():
+        if name == _SEALS:
+            continue
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for item in values:
+            if isinstance(item, torch.Tensor):
+                yield f"{path}{name}", item
+            elif depth and hasattr(item, "page_size") and hasattr(item, "__dict__"):
+                yield from _tensors(item, f"{path}{name}.", depth - 1)

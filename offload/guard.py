@@ -1,0 +1,127 @@
+"""The rules by which nothing waits for a daemon for ever, and nobody gets memory that a daemon may still write.
+
+Pure: clocks and operations come from outside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+Clock = Callable[[], float]
+
+
+class Pending(Protocol):
+    """An answer that may never come."""
+
+    def query(self) -> bool:
+        """Whether it is there; raises when the request failed, which is also an end."""
+        ...
+
+
+def settled(pending: Pending) -> bool:
+    """Whether the other side is done with the request, in success or in failure."""
+    try:
+        return bool(pending.query())
+    except Exception:  # a failed request is one that no longer touches memory
+        return True
+
+
+class DeadlineFuture:
+    """A store's answer that also counts as there, as a failure, once waiting longer is pointless.
+
+    Args:
+        inner: the answer.
+        deadline: time on ``clock`` at which to give up.
+        may_give_up: asked after the deadline; where it says no, the answer stays outstanding.
+        gone: whether the other side is known to be dead; then there is no waiting at all.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        deadline: float,
+        *,
+        may_give_up: Callable[[], bool] = lambda: True,
+        gone: Callable[[], bool] = lambda: False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._inner = inner
+        self._deadline = deadline
+        self._may_give_up = may_give_up
+        self._gone = gone
+        self._clock = clock
+
+    @property
+    def given_up(self) -> bool:
+        return not settled(self._inner) and (self._gone() or (self._clock() >= self._deadline and self._may_give_up()))
+
+    def query(self) -> bool:
+        return self.given_up or bool(self._inner.query())
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The answer. Raises TimeoutError where it was given up or does not come within ``timeout`` seconds."""
+        if self.given_up:
+            raise TimeoutError("the daemon did not answer in time")
+        return self._inner.result(timeout=timeout)
+
+
+class Held(NamedTuple):
+    """Memory that a load given up may still write to."""
+
+    pending: Pending
+    gone: Callable[[], bool]  # whether the daemon that got this load is known to be dead
+    slots: Any
+    tokens: int
+
+
+class Quarantine:
+    """Slots in the order they were given up; they leave in that order, so that all ranks can agree on a count."""
+
+    def __init__(self) -> None:
+        self._held: list[Held] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def tokens(self) -> int:
+        return sum(held.tokens for held in self._held)
+
+    def add(self, held: Held) -> None:
+        self._held.append(held)
+
+    def ready(self) -> int:
+        """How many from the front nobody can write to any more."""
+        for number, held in enumerate(self._held):
+            if not (settled(held.pending) or held.gone()):
+                return number
+        return len(self._held)
+
+    def release(self, count: int) -> list[Any]:
+        """Take out the first ``count``; their slots."""
+        freed, self._held = self._held[:count], self._held[count:]
+        return [held.slots for held in freed]
+
+
+class Health:
+    """Whether the daemon is to be used, from signs of life and from refusals.
+
+    ``online`` is read by the scheduler; ``note_*`` are called by whoever sees something.
+    """
+
+    def __init__(self) -> None:
+        self.online = False
+        self.losses = 0  # times that an online daemon was lost
+        self.returns = 0  # times that it could be used (again)
+
+    def note_registered(self) -> None:
+        self.online = True
+        self.returns += 1
+
+    def note_trouble(self) -> None:
+        """A missed deadline or a refusal: use nothing until the daemon has been registered with again."""
+        if self.online:
+            self.losses += 1
+        self.online = False

@@ -1,0 +1,105 @@
+"""Offloading's hooks against the installed SGLang and LMCache: targets, and what our subclasses rely on."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+
+from agentserve.runtime import torchvision_operators
+
+torchvision_operators.declare()
+
+from lmcache.integration.sglang import unified_lmcache_mp_connector as connector  # noqa: E402
+from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule  # noqa: E402
+from lmcache.v1.multiprocess.transfer_context import worker_transfer  # noqa: E402
+from sglang.srt.mem_cache import memory_pool  # noqa: E402
+from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as cache  # noqa: E402
+
+from agentserve.runtime import sglang_lmcache_pool, sglang_plugin  # noqa: E402
+from offload.settings import OffloadError  # noqa: E402
+from tests.offload_lab import m3_pool, tensors  # noqa: E402
+
+CONNECTOR = inspect.getsource(connector)
+CACHE = inspect.getsource(cache)
+
+
+def test_the_version_is_the_one_the_hooks_were_checked_against() -> None:
+    assert version("lmcache") == "0.5.6"
+
+
+def test_every_hook_resolves_and_says_why() -> None:
+    for hook in sglang_plugin.offload_hooks():
+        owner, _, name = hook.target.rpartition(".")
+        assert callable(getattr(pkgutil.resolve_name(owner), name))
+        assert len(hook.reason) > 20
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        # The constructor calls these two, in this order, after the tensors are known.
+        (CONNECTOR, "self.chunk_size = self._get_chunk_size()"),
+        (CONNECTOR, "        self.register_kv_cache()\n"),
+        # A lookup without a submission is a miss on all ranks.
+        (CONNECTOR, "if operation.submission_future is None:\n                    result = 0"),
+        (CONNECTOR, "self._heartbeat_stop = threading.Event()"),
+        # Upstream frees the slots of a failed load at once, but only for an Exception.
+        (CACHE, "        except Exception:\n            self.token_to_kv_pool_allocator.free(device_indices)"),
+        (CACHE, "if not self.lmcache_connector.prepare_load_on_stream("),
+        (CACHE, "[pending.operation for pending in self._pending_stores]"),
+    ],
+)
+def test_upstream_still_does_what_we_rely_on(source: str, line: str) -> None:
+    assert line in source
+
+
+def test_upstream_still_lacks_what_we_add() -> None:
+    """A hook whose reason is gone should go too."""
+    assert "TODO(chunxiaozheng): support health check" in CONNECTOR
+    assert "self.model_name = model_config.model_path" in CONNECTOR
+    assert "MiniMax" not in inspect.getsource(pkgutil.resolve_name("lmcache.integration.sglang.unified_kv_adapter"))
+
+
+def test_a_daemon_refuses_stores_and_loads_of_a_registration_it_does_not_know() -> None:
+    """What an earlier registration left in flight must not run after a restart."""
+    source = inspect.getsource(LMCacheDrivenTransferModule)
+    assert "Rejecting STORE for unregistered" in source
+    assert "Rejecting RETRIEVE for unregistered" in source
+    assert "unregister" in dir(worker_transfer.LMCacheDrivenTransferContext)
+
+
+def test_all_planes_of_the_pool_are_found() -> None:
+    pool = m3_pool(1024)
+    planes = sglang_lmcache_pool.planes_of(pool)
+    assert {plane.tensor.data_ptr() for plane in planes} == {tensor.data_ptr() for tensor in tensors(pool)}
+    assert len({plane.name for plane in planes}) == len(planes) == 12
+    assert planes[0].layout == "K 0 (2, 32) torch.float32"
+
+
+def test_a_pool_with_a_tensor_nobody_knows_is_refused() -> None:
+    pool = m3_pool(1024)
+    pool.index_k_pool.scales = [torch.zeros(1024 + 128, 1)]
+    with pytest.raises(OffloadError, match=r"index_k_pool\.scales is a tensor of \(1152, 1\)"):
+        sglang_lmcache_pool.planes_of(pool)
+
+
+def test_index_keys_that_a_layer_lacks_are_missed() -> None:
+    pool = m3_pool(1024)
+    pool.index_k_pool.k_buffer = pool.index_k_pool.k_buffer[:1]
+    with pytest.raises(OffloadError, match="2 buffers of index keys for 3 layers"):
+        sglang_lmcache_pool.planes_of(pool)
+    pool.index_k_pool.k_buffer = []
+    with pytest.raises(OffloadError, match="no k_buffer: its index-K cannot be offloaded"):
+        sglang_lmcache_pool.planes_of(pool)
+
+
+def test_other_pools_are_refused() -> None:
+    common: dict[str, Any] = {"page_size": 128, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+    plain = memory_pool.MHATokenToKOnlyPool(size=256, head_num=1, head_dim=8, layer_num=1, **common)
+    with pytest.raises(OffloadError, match="this server's pool is a MHATokenToKOnlyPool; leave offload out"):
+        sglang_lmcache_pool.planes_of(plain)
