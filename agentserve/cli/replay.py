@@ -53,6 +53,8 @@ _COUNT = click.IntRange(min=1)
 @click.option("--flush-cache/--no-flush-cache", default=None,
               help="Empty the server's cache first.  [default: flush for sglang]")  # fmt: skip
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="Ask for full output lengths (openai).")
+@click.option("--events", metavar="auto|none|ADDRESS", default="auto",
+              help="Record cache events: where the server publishes them, never, or from tcp://HOST:PORT.")  # fmt: skip
 @click.option("--request-timeout", "request_timeout_s", type=click.FloatRange(0, min_open=True), default=600.0,
               help="Longest silence of an open request, in seconds.")  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress display.")

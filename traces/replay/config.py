@@ -40,6 +40,7 @@ class ReplayConfig(BaseModel):
     vocab: tuple[int, int] | None = None  # half-open range of token ids; None: from the server's checkpoint
     flush_cache: bool | None = None  # None: yes where the protocol can (SGLang)
     ignore_eos: bool = True  # OpenAI client only; the other one always does
+    events: str = "auto"  # cache events: auto (where the server publishes them), none, or a ZMQ address
     request_timeout_s: float = Field(default=600.0, gt=0)
 
     @field_validator("think")

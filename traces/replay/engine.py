@@ -70,6 +70,13 @@ class _InFlight:
     first_token_s: float | None = None
 
 
+def ignore_record(record: RequestRecord, prompt: Tokens, output: Tokens | None) -> None:
+    """What ``Engine`` calls for each record where nobody wants to see its tokens."""
+
+
+OnRecord = Callable[[RequestRecord, Tokens, Tokens | None], None]
+
+
 class Engine:
     """Replays sessions through one client. Use once."""
 
@@ -81,14 +88,17 @@ class Engine:
         tally: Tally,
         clock: Callable[[], float],
         on_progress: Callable[[Tally], None],
+        on_record: OnRecord = ignore_record,
     ) -> None:
-        """``clock`` gives seconds since the run started, on a monotonic clock."""
+        """``clock`` gives seconds since the run started, on a monotonic clock; ``on_record`` sees each request's tokens
+        when it has ended."""
         self._client = client
         self._writer = writer
         self._rules = rules
         self._tally = tally
         self._clock = clock
         self._on_progress = on_progress
+        self._on_record = on_record
         self._ledger = PrefixLedger()
         self._done: Mapping[TurnKey, RequestRecord] = {}
         self._resumed: dict[str, _Active] = {}
@@ -295,6 +305,7 @@ class Engine:
             **request.prefixes._asdict(),
         )
         self._writer.record(record, output)
+        self._on_record(record, request.call.prompt, outcome.output_ids)
         self._tally.add(record)
         self._on_progress(self._tally)
         return ended

@@ -17,7 +17,9 @@ from traces.replay.clients.base import Client, ServerUnreachableError
 from traces.replay.clients.openai import OpenAIClient
 from traces.replay.clients.sglang import SGLangClient, usable_context
 from traces.replay.config import ReplayConfig
-from traces.replay.engine import Engine, Rules, Status
+from traces.replay.engine import Engine, Rules, Status, ignore_record
+from traces.replay.events import EventError
+from traces.replay.events_zmq import EventRecorder, recorder_for
 from traces.replay.record import RunEvent, RunHeader, ServerInfo
 from traces.replay.select import Limits, Selection, select
 from traces.replay.signals import Signals
@@ -69,7 +71,7 @@ def replay(
     """
     try:
         return asyncio.run(_replay(config, resume, api_key, on_progress, handle_signals))
-    except (ServerUnreachableError, RunError, TraceError) as error:
+    except (ServerUnreachableError, RunError, TraceError, EventError) as error:
         raise ReplayError(str(error)) from error
 
 
@@ -111,6 +113,7 @@ async def _replay(
     handle_signals: bool,
 ) -> RunResult:
     client = _client(config, api_key)
+    recorder: EventRecorder | None = None
     try:
         header = read_run(config.out).header if resume else None
         if header is None:
@@ -126,6 +129,7 @@ async def _replay(
         limit = context_limit(config, server) if header is None else _same_limit(header, config, server)
         selection = _select(config, limit)
         before = None
+        recorder, emptied = recorder_for(config.events, server), False
         if header is not None:
             _check_same(header, selection, config)
             writer, before = reopen(config.out)
@@ -133,12 +137,17 @@ async def _replay(
             # A resumed run leaves the cache alone: what the run has sent is meant to be in it.
             if config.client == "sglang" if config.flush_cache is None else config.flush_cache:
                 await client.flush_cache()
+                emptied = recorder is not None and await recorder.sees_flush(client.flush_cache)
             writer = RunWriter.create(config.out, _header(config, server, selection, vocab, limit))
         try:
-            return await _run(config, client, writer, selection, server, vocab, before, on_progress, handle_signals)
+            return await _run(
+                config, client, writer, selection, server, vocab, before, on_progress, handle_signals, recorder, emptied
+            )
         finally:
             writer.close()
     finally:
+        if recorder is not None:
+            recorder.close()
         await client.aclose()
 
 
@@ -152,6 +161,8 @@ async def _run(
     before: Progress | None,
     on_progress: Callable[[Tally], None],
     handle_signals: bool,
+    recorder: EventRecorder | None,
+    emptied: bool,
 ) -> RunResult:
     tally = Tally(selection.requests, len(selection.sessions), page_size=server.page_size or 1)
     started = time.monotonic()
@@ -161,7 +172,8 @@ async def _run(
         return offset + time.monotonic() - started
 
     rules = Rules(config.concurrency, config.thinking, config.history, config.sharing, config.seed, vocab)
-    engine = Engine(client, writer, rules, tally, clock, on_progress)
+    on_record = recorder.request if recorder is not None else ignore_record
+    engine = Engine(client, writer, rules, tally, clock, on_progress, on_record)
     if before is None:
         writer.event(RunEvent(at_s=0.0, kind="started", requests=selection.requests))
         for drop in selection.dropped:
@@ -181,6 +193,8 @@ async def _run(
         left = selection.requests - len(before.done)
         writer.event(RunEvent(at_s=clock(), kind="resumed", requests=left, message=_resume_message(before, server)))
         started = time.monotonic()  # rebuilding is no part of the run
+    if recorder is not None:
+        recorder.begin(config.out, clock, emptied=emptied)
     with Signals(engine.interrupt, enabled=handle_signals):
         status = await engine.run(selection.sessions)
     if status == "interrupted":
