@@ -163,6 +163,19 @@ def test_upstream_still_needs_the_hooks() -> None:
     assert "torch_native" not in inspect.getsource(DraftBackendFactory)
 
 
+def test_sglang_still_reads_the_variables_we_set() -> None:
+    from sglang.srt.environ import envs
+
+    from agentserve.runtime import speculation
+
+    for name in (speculation.LENGTH_VARIABLE, speculation.METHOD_VARIABLE, speculation.TOKENS_VARIABLE):
+        assert hasattr(envs, name)
+    simulated = inspect.getsource(pkgutil.resolve_name("sglang.srt.speculative.spec_utils"))
+    environment = speculation.SpeculationSettings(length=2.5).environment()
+    for name in (speculation.METHOD_VARIABLE, speculation.TOKENS_VARIABLE):
+        assert f'"{environment[name]}"' in simulated
+
+
 def test_the_capture_layers_of_the_launch_win(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 

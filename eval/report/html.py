@@ -17,6 +17,7 @@ from eval.report.assets import CONTENT_POLICY, CSS, JS
 from eval.report.figures import Figure, figures
 from eval.report.schema import Report
 from eval.report.text import (
+    accepted,
     by_tier,
     count,
     headline,
@@ -184,6 +185,8 @@ def _latency(report: Report) -> str:
     lines = [f"Throughput: {speed(report.throughput)} {report.throughput.definition}"]
     if report.goodput is not None:
         lines.append(f"Goodput: {within(report.goodput)} {report.goodput.definition}")
+    if report.drafting is not None:
+        lines.append(f"Drafts: {accepted(report.drafting)} {report.drafting.definition}")
     lines += report.latency_definitions.values()
     return (
         "<h2>Latency and throughput</h2>"

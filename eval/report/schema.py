@@ -122,6 +122,20 @@ class Chain(_Model):
     prompt_tokens: int
 
 
+class Drafting(_Model):
+    """Speculative decoding."""
+
+    algorithm: str
+    mode: Literal["real", "synthetic", "unknown"]
+    asked_length: float | None  # the synthetic acceptance length that was asked for
+    drafts: int  # per verification step
+    requests: int  # completed, with at least one step
+    steps: int
+    length: float | None
+    by_position: list[float]  # fraction of steps, from the first draft on
+    definition: str
+
+
 class Tiers(_Model):
     requests: int  # compared requests with at least one tier reported
     device: int
@@ -207,6 +221,7 @@ class Report(_Model):
     latency_definitions: dict[str, str]
     throughput: Throughput
     goodput: Goodput | None
+    drafting: Drafting | None = None  # None where the server does not draft
     sessions: list[SessionRow]
     worst: list[WorstRequest]
     errors: list[ErrorRow]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from eval.report import definitions as d
+from eval.report.acceptance import drafting
 from eval.report.completeness import completeness
 from eval.report.latency import Slo, goodput, latencies, throughput
 from eval.report.provenance import data_set, doubts, run_info
@@ -102,6 +103,7 @@ def summarize(
         },
         throughput=speed,
         goodput=goodput(records, completed, speed.wall_s, slo or Slo()),
+        drafting=drafting(header, completed),
         sessions=_sessions(population, records, page.tokens),
         worst=_worst(population.compared, page.tokens),
         errors=_errors(records),

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from eval.report.schema import Report
 from eval.report.text import (
+    accepted,
     by_tier,
     count,
     headline,
@@ -139,6 +140,8 @@ def _speed(report: Report) -> Text:
     text = Text.assemble(("Throughput ", "bold"), speed(report.throughput))
     if report.goodput is not None:
         text.append("\nGoodput ", "bold").append(within(report.goodput), "not bold")
+    if report.drafting is not None:
+        text.append("\nDrafts ", "bold").append(printable(accepted(report.drafting)), "not bold")
     return text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.report.schema import Completeness, Goodput, Report, Throughput, Tiers
+from eval.report.schema import Completeness, Drafting, Goodput, Report, Throughput, Tiers
 
 
 def percent(fraction: float | None) -> str:
@@ -95,3 +95,19 @@ def within(good: Goodput) -> str:
         f"{percent(good.fraction)} of recorded requests ({count(good.requests)}, "
         f"{per_second(good.requests_per_s)}/s) within {objectives(good)}."
     )
+
+
+def accepted(made: Drafting) -> str:
+    """Acceptance of drafts, and what kind of acceptance it is."""
+    kinds = {
+        "real": "real verification",
+        "synthetic": f"synthetic acceptance of {made.asked_length:g}, the text is not the model's"
+        if made.asked_length is not None
+        else "synthetic acceptance, the text is not the model's",
+        "unknown": "the server does not say whether acceptance is real",
+    }
+    what = f"{made.algorithm}, {made.drafts} drafts a step, {kinds[made.mode]}: "
+    if made.length is None:
+        return what + "no verification step in the completed requests."
+    positions = ", ".join(percent(fraction) for fraction in made.by_position)
+    return what + f"acceptance length {made.length:.3f} over {count(made.steps)} steps; by position {positions}."

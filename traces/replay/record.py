@@ -27,6 +27,17 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Speculation(_Model):
+    """How the server drafts."""
+
+    algorithm: str
+    drafts: int | None = None  # a verification step
+    # real: drafts are kept where the model would have written them. synthetic: as many as ``length`` asks for, so that
+    # only times mean anything. unknown: the server does not say, as one that agentserve did not launch.
+    mode: Literal["real", "synthetic", "unknown"] = "unknown"
+    length: float | None = None  # synthetic tokens per step
+
+
 class ServerInfo(_Model):
     """What the server said of itself; None where it did not say."""
 
@@ -39,6 +50,7 @@ class ServerInfo(_Model):
     kv_capacity_tokens: int | None = None
     # Whether the server has agentserve's policies and was told conversations, stop reasons and ends.
     names_sessions: bool = False
+    speculation: Speculation | None = None  # None: it does not draft
     args: dict[str, Any] = Field(default_factory=dict)  # the server's own arguments, as reported
 
 
@@ -93,6 +105,9 @@ class RequestRecord(_Model):
     cached_device: int | None = None
     cached_host: int | None = None
     cached_storage: int | None = None
+    # speculation: verification steps by the number of drafts accepted, from 0; None where there was no step. The last
+    # step can accept beyond the end of the output.
+    accepted_drafts: list[int] | None = None
     # theory: longest common prefix with what earlier requests of the run left behind
     session_lcp: int  # with earlier prompts of the same session
     session_output_lcp: int  # with earlier prompts and the outputs whose KV exists, same session

@@ -57,6 +57,7 @@ class Outcome:
     cached_device: int | None = None
     cached_host: int | None = None
     cached_storage: int | None = None
+    accepted_drafts: list[int] | None = None  # verification steps by accepted drafts; None where nothing was drafted
     finish_reason: str | None = None
     error: RequestError | None = None
 

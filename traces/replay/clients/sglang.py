@@ -39,6 +39,7 @@ from traces.replay.clients.base import (
     unfinished,
 )
 from traces.replay.record import RequestError, ServerInfo
+from traces.replay.speculation import speculation_of
 
 _SECRETS = ("api_key", "password", "keyfile", "secret")
 
@@ -70,6 +71,7 @@ class SGLangClient:
             context_length=cards[0].get("max_model_len") or server.get("context_length"),
             kv_capacity_tokens=server.get("max_total_num_tokens"),
             names_sessions=self.names_sessions,
+            speculation=speculation_of(server, await self._metrics() if server.get("speculative_algorithm") else ""),
             args=_plain_args(server),
         )
 
@@ -126,6 +128,14 @@ class SGLangClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    async def _metrics(self) -> str:
+        """The server's counters as text; empty where it was started without them."""
+        try:
+            response = await self._http.get("/metrics", timeout=10.0)
+        except httpx.HTTPError:
+            return ""
+        return response.text if response.status_code == 200 else ""
+
     async def _get_json(self, path: str) -> dict[str, Any]:
         try:
             response = await self._http.get(path, timeout=10.0)
@@ -163,6 +173,7 @@ def _take_chunk(data: str, outcome: Outcome, ids: list[int]) -> RequestError | N
             ids.extend(new)
         outcome.prompt_tokens = int(meta["prompt_tokens"])
         outcome.cached_tokens = meta.get("cached_tokens")
+        outcome.accepted_drafts = meta.get("spec_correct_drafts_histogram")
         details = meta.get("cached_tokens_details") or {}
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         return RequestError(kind="protocol", message=f"unreadable event {data[:200]!r}: {error!r}")
