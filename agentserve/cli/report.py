@@ -44,6 +44,7 @@ def command(
             page_size=page,
             slo=Slo(slo_ttft, slo_tpot),
             notes=loaded.notes,
+            kv_events=loaded.kv_events,
         )
     except ReportError as error:
         raise click.ClickException(str(error)) from None

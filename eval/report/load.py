@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval.report.schema import ReportError
+from traces.replay.events import KV_EVENTS, EventError, KvEvents, read_events
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
 from traces.replay.store import RETRIED, RunError, read_run
 
@@ -14,6 +15,7 @@ class Run(NamedTuple):
     header: RunHeader
     records: list[RequestRecord]
     events: list[RunEvent]
+    kv_events: KvEvents | None
     notes: list[str]  # what a reader of the report must know about the files
 
 
@@ -26,7 +28,8 @@ def load_run(path: Path) -> Run:
     try:
         run = read_run(path)
         records = list(run.records())
-    except RunError as error:
+        kv_events = read_events(path)
+    except (RunError, EventError) as error:
         raise ReportError(str(error)) from error
     notes = []
     if run.truncated_lines:
@@ -38,4 +41,6 @@ def load_run(path: Path) -> Run:
             f"{retried:,} requests failed when the server went away and were sent again after a resume; the"
             f" failed attempts ({RETRIED}) are in no number here."
         )
-    return Run(run.header, records, run.events, notes)
+    if kv_events is not None and kv_events.cut_lines:
+        notes.append(f"The last line of {KV_EVENTS} was cut off while being written, and is left out.")
+    return Run(run.header, records, run.events, kv_events, notes)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from eval.report.schema_causes import AttributionReport
+
 SCHEMA_VERSION = 1
 
 Status = Literal["finished", "interrupted", "server_lost", "incomplete"]
@@ -216,6 +218,7 @@ class Report(_Model):
     rates: list[Rate]
     mean_rates: list[MeanRate]
     chain: Chain
+    attribution: AttributionReport | None = None  # None where the server reported no cached tokens
     tiers: Tiers | None
     latency: list[Latency]
     latency_definitions: dict[str, str]

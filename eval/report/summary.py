@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from eval.report import definitions as d
 from eval.report.acceptance import drafting
+from eval.report.attribution import attribution
 from eval.report.completeness import completeness
 from eval.report.latency import Slo, goodput, latencies, throughput
 from eval.report.provenance import data_set, doubts, run_info
@@ -32,6 +33,7 @@ from eval.report.schema import (
     WorstRequest,
 )
 from radix_cache.rates import HitRate
+from traces.replay.events import KvEvents
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
 
 WORST = 10  # requests listed
@@ -56,6 +58,7 @@ def summarize(
     page_size: int | None = None,
     slo: Slo | None = None,
     notes: Sequence[str] = (),
+    kv_events: KvEvents | None = None,
 ) -> Report:
     """Forms every number of the report.
 
@@ -66,6 +69,7 @@ def summarize(
         page_size: tokens per page for the theoretical rates; None takes the server's.
         slo: objectives for goodput; None reports no goodput.
         notes: oddities of reading the run, carried into the report.
+        kv_events: what the server's cache stored and dropped meanwhile, where that was recorded.
 
     Raises:
         ReportError: no record, no completed record, or a record with impossible numbers.
@@ -95,6 +99,9 @@ def summarize(
         rates=_rates(population, page.tokens),
         mean_rates=_mean_rates(population, page.tokens),
         chain=_chain(population, page.tokens),
+        attribution=(
+            attribution(header, records, population.compared, page.tokens, kv_events) if population.compared else None
+        ),
         tiers=_tiers(population.compared),
         latency=latencies(completed),
         latency_definitions={
