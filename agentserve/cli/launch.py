@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from agentserve.launch.daemon import offload_daemon
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.preflight import preflight
 from agentserve.launch.process import ServerError, ServerProcess
@@ -33,6 +35,8 @@ _FIELD_OF_OPTION = {
     "page_size": "page_size",
     "policy": "radix.policy",
     "admission": "radix.admission",
+    "offload": "offload.backend",
+    "offload_l2": "offload.l2",
     "index_reuse": "index_reuse",
     "eagle3": "eagle3.draft",
     "eagle3_steps": "eagle3.steps",
@@ -59,6 +63,8 @@ _FIELD_OF_OPTION = {
     metavar="LENGTH",
     help="Tokens per verification as if the draft were that good, or golden: as measured. For speed only.",
 )
+@click.option("--offload", type=click.Choice(["lmcache"]), help="Keep evicted prefixes in host memory, by LMCache.")
+@click.option("--offload-l2", metavar="URL", help="Behind that memory, as redis://host:port; needs --offload.")
 @click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
 @click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")
@@ -96,7 +102,10 @@ def command(
 
     log = log or Path("runs") / "launch" / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.log"
     try:
-        with ServerProcess(plan, log) as server:
+        with (
+            offload_daemon(recipe, log.with_name(f"{log.stem}-lmcache.log"), report=_told(errors)),
+            ServerProcess(plan, log) as server,
+        ):
             with starting(errors, log) as progress:
                 seconds = server.wait_ready(timeout, progress)
             print_ready(console, plan, recipe, log, seconds)
@@ -114,6 +123,10 @@ def command(
         errors.print("stopped before it was ready")
         sys.exit(130)
     sys.exit(_shell_code(exit_code))
+
+
+def _told(console: Console) -> Callable[[str], None]:
+    return lambda what: console.print(escape(what), soft_wrap=True)
 
 
 def _shell_code(exit_code: int | None) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,7 @@ import httpx
 
 from agentserve.launch.plan import LaunchPlan
 from agentserve.launch.process import ServerError, ServerProcess
+from agentserve.launch.recipe import Recipe
 from offload.daemon import DaemonSpec, daemon_command
 from offload.segments import clear_stale_segments
 
@@ -41,6 +43,21 @@ def daemon_plan(spec: DaemonSpec, cwd: Path) -> LaunchPlan:
         cwd=cwd,
         url=f"http://127.0.0.1:{spec.http_port}",
     )
+
+
+@contextmanager
+def offload_daemon(recipe: Recipe, log: Path, *, report: Report = lambda what: None) -> Iterator[Daemon | None]:
+    """The daemon that a recipe asks for, healthy, for the length of the block; None where it asks for none.
+
+    Raises:
+        OffloadError: LMCache is not installed.
+        ServerError: the daemon does not get healthy.
+    """
+    if not recipe.offload.starts_daemon:
+        yield None
+        return
+    with Daemon(daemon_plan(recipe.offload.daemon(recipe.tp), Path.cwd()), log, report=report) as daemon:
+        yield daemon
 
 
 class Daemon:

@@ -15,6 +15,7 @@ from agentserve.launch.recipe import Recipe
 from agentserve.runtime.index_reuse import REUSE_VARIABLE, ROCM_VARIABLE, parse_index_reuse
 from agentserve.runtime.policy_settings import BACKEND, EVICTION_VARIABLE, PolicySettings
 from agentserve.runtime.speculation import VARIABLES, SpeculationSettings
+from offload.settings import SETTINGS_VARIABLE
 from offload.state import shareable_layers
 
 CPU_PLATFORM = "agentserve_cpu"  # our entry point in the group sglang.srt.platforms
@@ -115,6 +116,7 @@ def make_plan(
         "--disable-radix-cache": recipe.radix.disable,
         "--enable-cache-report": recipe.cache_report,
         "--enable-metrics": recipe.metrics,
+        "--enable-lmcache": recipe.offload.backend is not None,
         # An idle scheduler spins; on a few shared cores it takes them from the clients it waits for.
         "--sleep-on-idle": recipe.device == "cpu",
     }
@@ -129,12 +131,15 @@ def make_plan(
         # ROCm's backend shares selections itself; ours would get in the way of its fused kernels.
         env |= {ROCM_VARIABLE: str(reuse.freq)} if recipe.device == "rocm" else reuse.environment()
     env |= _speculation_env(recipe, draft, notes)
+    if recipe.offload.backend is not None:
+        env |= recipe.offload.settings().environment()
     env |= recipe.env
     # Set, it selects SGLang's own CPU engine, which needs the CPU build of sgl_kernel. On a GPU a platform
     # left over in the shell would put the model on the CPU.
     foreign = ["SGLANG_USE_CPU_ENGINE"] if recipe.device == "cpu" else ["SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM"]
     # Left over from another launch, it would register what this recipe did not ask for.
     foreign += [EVICTION_VARIABLE, REUSE_VARIABLE, ROCM_VARIABLE, *VARIABLES]
+    foreign += [SETTINGS_VARIABLE, "LMCACHE_CONFIG_FILE"]
     return LaunchPlan(
         argv=tuple(argv),
         env=env,

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Literal
 
 from agentserve.launch import host
 from agentserve.launch.draft import draft_faults
@@ -20,9 +19,12 @@ from agentserve.launch.facts import (
     read_facts,
     resolve_model,
 )
+from agentserve.launch.finding import Finding
+from agentserve.launch.offload_checks import check_offload
 from agentserve.launch.plan import CPU_PLATFORM, cache_dtypes, index_sources, served_dtype
 from agentserve.launch.recipe import Recipe
 from agentserve.runtime.index_reuse import IndexReuseError
+from offload.segments import clear_stale_segments
 from offload.state import StateError, bytes_per_token, dtype_bytes
 
 SGLANG_VERSION = "0.5.23"  # the version the runtime plugin hooks into
@@ -32,15 +34,6 @@ MIN_SHM = 1 << 30  # NCCL and the ranks' message queues; a container gets 64 MiB
 # Resident memory of one SGLang process beside weights and KV cache (interpreter, torch, every model class):
 # 0.6 GB for HTTP server and detokenizer, 0.7 GB for a scheduler, seen with 0.5.23 on a CPU.
 PROCESS_BYTES = 700_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One problem: an error keeps the server from starting, a warning does not."""
-
-    level: Literal["error", "warning"]
-    what: str
-    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +86,11 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
         if facts is not None and facts.is_m3 and gpus and len(gpus) >= recipe.tp:
             findings += check_gpu_memory(recipe, facts, gpus[: recipe.tp])
     findings += check_open_files(*host.raise_open_file_limit(SGLANG_OPEN_FILES))
+    if recipe.offload.backend is not None:
+        clear_stale_segments()
+        findings += check_offload(recipe, facts, host.available_ram())
+        if recipe.device == "cpu" and facts is not None and facts.is_m3:
+            findings += check_shared_kv(recipe, facts, host.shm_free())
     findings += check_shm(recipe, host.shm_free())
     return Preflight(facts, tuple(findings), draft)
 
@@ -296,6 +294,21 @@ def check_shm(recipe: Recipe, free: int | None) -> Iterator[Finding]:
     if recipe.tp > 1 and (free is None or free < MIN_SHM):
         size = "missing" if free is None else f"{_gb(free)} free"
         yield Finding("warning", f"/dev/shm is {size}: tp > 1 exchanges data there", "give the container --shm-size 8g")
+
+
+def check_shared_kv(recipe: Recipe, facts: CheckpointFacts, shm: int | None) -> Iterator[Finding]:
+    """With offload on a CPU the KV cache lies in shared memory; bytes free there, None where there is none."""
+    try:
+        kv = recipe.tp * rank_bytes_per_token(recipe, facts) * (recipe.kv.capacity_tokens or 0)
+    except (StateError, IndexReuseError):
+        return  # reported by the check of memory
+    if shm is None or kv > shm:
+        yield Finding(
+            "error",
+            f"the KV cache of {_gb(kv)} lies in /dev/shm with offload on a CPU, "
+            f"{'which is missing' if shm is None else f'{_gb(shm)} are free there'}",
+            "enlarge /dev/shm (--shm-size of the container), or lower kv.capacity_tokens (--kv-tokens)",
+        )
 
 
 def rank_bytes_per_token(recipe: Recipe, facts: CheckpointFacts) -> int:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from agentserve.launch.offload import Offload
 from agentserve.runtime.index_reuse import parse_index_reuse
 from agentserve.runtime.policy_settings import PolicySettings
 from agentserve.runtime.speculation import golden_length
@@ -49,6 +50,8 @@ MANAGED_FLAGS = {
     "--enable-cache-report": "cache_report",
     "--enable-metrics": "metrics",
     "--kv-events-config": "kv_events",
+    "--enable-lmcache": "offload.backend",
+    "--lmcache-config-file": "offload",
     "--speculative-algorithm": "eagle3.draft",
     "--speculative-draft-model-path": "eagle3.draft",
     "--speculative-num-steps": "eagle3.steps",
@@ -164,6 +167,7 @@ class Recipe(_Model):
     attention_backend: str | None = None
     radix: RadixCache = RadixCache()
     eagle3: Eagle3 = Eagle3()
+    offload: Offload = Offload()
     # Sparse layers take over the block selection of an earlier one: freq:4 or layers:3,7,11. None: each chooses.
     index_reuse: str | None = None
     cache_report: bool = True
@@ -179,6 +183,11 @@ class Recipe(_Model):
             raise ValueError(
                 "device cpu needs kv.capacity_tokens: a fraction of memory that others share is no fixed size"
             )
+        if self.offload.backend is not None:
+            if self.radix.disable or self.radix.policy is not None:
+                raise ValueError("offload runs with SGLang's own radix policies only; drop it or radix.policy/disable")
+            if self.eagle3.draft is not None:
+                raise ValueError("SGLang refuses LMCache together with EAGLE3; drop offload or eagle3")
         bind = self.cpu.threads_bind
         if bind is not None and len(bind.split("|")) != self.tp:
             raise ValueError(f"cpu.threads_bind must list cores for tp={self.tp} ranks, separated by '|'; got {bind!r}")

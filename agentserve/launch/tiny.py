@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentserve.launch.daemon import offload_daemon
 from agentserve.launch.host import free_port
 from agentserve.launch.plan import make_plan
 from agentserve.launch.preflight import preflight
@@ -43,6 +44,7 @@ def tiny_server(
         if not checked.ok:
             raise RuntimeError("; ".join(f"{f.what} ({f.fix})" for f in checked.findings if f.level == "error"))
         plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path(folder), draft=checked.draft)
-        with ServerProcess(plan, log or Path(folder) / "server.log") as server:
+        log = log or Path(folder) / "server.log"
+        with offload_daemon(recipe, log.with_name("lmcache.log")), ServerProcess(plan, log) as server:
             server.wait_ready(READY_TIMEOUT_S)
             yield server

@@ -1,0 +1,48 @@
+"""What can be known to go wrong with offload before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from agentserve.launch import host
+from agentserve.launch.facts import CheckpointFacts
+from agentserve.launch.finding import Finding
+from agentserve.launch.recipe import Recipe
+
+LMCACHE_VERSION = "0.5.6"  # the version whose connector the runtime subclasses
+
+
+def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int) -> Iterator[Finding]:
+    """LMCache itself, the size of its objects, and its daemon's ports and memory (bytes available)."""
+    offload = recipe.offload
+    try:
+        found = version("lmcache")
+    except PackageNotFoundError:
+        yield Finding("error", "lmcache is not installed", "install the extra: pip install 'agentserve[lmcache]'")
+        return
+    if found != LMCACHE_VERSION:
+        yield Finding(
+            "warning",
+            f"lmcache {found} is installed, offload is written for {LMCACHE_VERSION}",
+            f"install lmcache=={LMCACHE_VERSION}",
+        )
+    page = recipe.page_size or (facts.block_size if facts else None)
+    if page is not None and offload.chunk_tokens % page:
+        yield Finding(
+            "error",
+            f"offload.chunk_tokens {offload.chunk_tokens} is not a multiple of the page size {page}",
+            f"set it to {max(1, offload.chunk_tokens // page) * page}",
+        )
+    if not offload.starts_daemon:
+        return
+    for field, port in (("port", offload.port), ("http_port", offload.http_port)):
+        problem = host.port_problem("127.0.0.1", port)
+        if problem is not None:
+            yield Finding("error", f"offload.{field}: {problem}", f"set offload.{field} to a free port")
+    if offload.memory_gb * 1e9 > available:
+        yield Finding(
+            "error",
+            f"offload.memory_gb {offload.memory_gb:g} is more than the {available / 1e9:.1f} GB available",
+            "lower offload.memory_gb",
+        )

@@ -1,0 +1,113 @@
+"""Offload in recipes, plans, checks and the command line, without starting a server."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agentserve.cli.launch import command
+from agentserve.launch.daemon import daemon_plan
+from agentserve.launch.facts import read_facts
+from agentserve.launch.host import free_port
+from agentserve.launch.offload_checks import check_offload
+from agentserve.launch.plan import make_plan
+from agentserve.launch.preflight import check_shared_kv
+from agentserve.launch.recipe import Override, Recipe, RecipeError, find_recipe, load_recipe
+from offload.settings import SETTINGS_VARIABLE, settings_from
+
+
+def recipe(checkpoint: Path | str = "m3", **fields: Any) -> Recipe:
+    values = {"model": str(checkpoint), "offload.backend": "lmcache", **fields}
+    return load_recipe(find_recipe("tiny-cpu"), [Override(k, v, "test") for k, v in values.items()])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offload.backend": None, "offload.l2": "redis://a:1"}, "l2: set backend too, or pass --offload lmcache"),
+        ({"offload.address": "1.2.3.4:5", "offload.memory_gb": 3}, "memory_gb: a daemon that runs already decides"),
+        ({"offload.address": "here"}, "write it as host:port"),
+        ({"offload.l2": "http://a"}, "write it as redis://host:port"),
+        ({"offload.http_port": 5555}, "both 5555"),
+        ({"offload.memroy_gb": 3}, "did you mean 'memory_gb'"),
+        ({"offload.load_deadline": 0}, "greater than 0"),
+        ({"radix.policy": "gittins"}, "SGLang's own radix policies only"),
+        ({"eagle3.draft": "draft"}, "SGLang refuses LMCache together with EAGLE3"),
+        ({"extra_args": ["--enable-lmcache"]}, "set the field 'offload.backend' instead"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message.replace("(", r"\(")):
+        recipe(**fields)
+
+
+def test_the_plan_carries_the_settings_and_nothing_without_offload(tiny_checkpoint: Path) -> None:
+    facts = read_facts(tiny_checkpoint)
+    made = make_plan(
+        recipe(tiny_checkpoint, **{"offload.load_deadline": 1.5, "offload.verify": False}),
+        facts,
+        model="m",
+        cwd=Path("."),
+    )
+    assert "--enable-lmcache" in made.argv
+    settings = settings_from(made.env)
+    assert settings is not None
+    assert (settings.port, settings.load_deadline, settings.verify) == (5555, 1.5, False)
+    plain = make_plan(recipe(tiny_checkpoint, **{"offload.backend": None}), facts, model="m", cwd=Path("."))
+    assert "--enable-lmcache" not in plain.argv
+    assert SETTINGS_VARIABLE in plain.unset
+    assert not [name for name in plain.env if name.startswith("LMCACHE_")]
+
+
+def test_a_running_daemon_is_used_as_given() -> None:
+    made = recipe(**{"offload.address": "127.0.0.1:7000"}).offload
+    assert not made.starts_daemon
+    assert (made.settings().host, made.settings().port) == ("127.0.0.1", 7000)
+
+
+def test_the_daemon_serves_all_ranks() -> None:
+    made = recipe(**{"tp": 2, "offload.memory_gb": 3})
+    argv = daemon_plan(made.offload.daemon(made.tp), Path(".")).argv
+    assert argv[argv.index("--max-gpu-workers") + 1] == "2"
+    assert argv[argv.index("--l1-size-gb") + 1] == "3"
+
+
+def test_checks_name_field_and_remedy(tiny_checkpoint: Path) -> None:
+    facts = read_facts(tiny_checkpoint)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        made = recipe(
+            tiny_checkpoint,
+            **{"offload.port": port, "offload.http_port": free_port(), "offload.chunk_tokens": 200},
+        )
+        found = [f"{f.what} | {f.fix}" for f in check_offload(made, facts, 1_000_000_000)]
+    assert len(found) == 3
+    assert "chunk_tokens 200 is not a multiple of the page size 128 | set it to 128" in found[0]
+    assert f"offload.port: 127.0.0.1:{port}" in found[1]
+    assert "memory_gb 4 is more than the 1.0 GB available" in found[2]
+
+
+def test_shared_memory_has_to_hold_the_kv_cache(tiny_checkpoint: Path) -> None:
+    facts = read_facts(tiny_checkpoint)
+    made = recipe(tiny_checkpoint)
+    (finding,) = check_shared_kv(made, facts, 64 << 20)
+    assert "KV cache of 0.2 GB lies in /dev/shm" in finding.what
+    assert "0.1 GB are free" in finding.what
+    assert "--shm-size" in finding.fix
+    assert "which is missing" in next(check_shared_kv(made, facts, None)).what
+    assert not list(check_shared_kv(made, facts, 1 << 30))
+
+
+def test_the_command_line_shows_what_would_run(tiny_checkpoint: Path) -> None:
+    options = ["--model", str(tiny_checkpoint), "--port", str(free_port()), "--dry-run"]
+    ports = ["--set", f"offload.port={free_port()}", "--set", f"offload.http_port={free_port()}"]
+    result = CliRunner().invoke(command, ["tiny-cpu", *options, *ports, "--offload", "lmcache"])
+    assert result.exit_code == 0, result.output
+    assert "--enable-lmcache" in result.output
+    result = CliRunner().invoke(command, ["tiny-cpu", *options, "--offload-l2", "redis://box:6379"])
+    assert result.exit_code == 2
+    assert "--offload lmcache" in result.output
