@@ -12,6 +12,7 @@ _COMMANDS = {
     "replay": ("agentserve.cli.replay", "Replay a multi-turn trace against a running server."),
     "report": ("agentserve.cli.report", "Report realized against theoretical hit rate of a run."),
     "traces": ("agentserve.cli.traces", "Inspect traces: statistics and theoretical hit rate."),
+    "shapes": ("agentserve.cli.shapes", "Local GEMM shapes and bytes of one tensor-parallel rank."),
     "checkpoint": ("agentserve.cli.checkpoint", "Write small random checkpoints."),
     "simulate": ("agentserve.cli.simulate", "Simulate eviction and admission on a trace, without a server."),
     "demo": ("agentserve.cli.demo", "Launch the tiny M3, replay a trace and show the report."),
