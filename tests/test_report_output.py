@@ -126,7 +126,8 @@ def test_page_escapes_text_of_records() -> None:
 def test_page_has_every_figure_with_a_definition_and_a_place() -> None:
     page = Page(page_of(many(200)))
     keys = {f["id"] for f in json.loads(page.scripts[0])}
-    assert keys == {"waterfall", "over_time", "ttft", "sessions", "latency", "growth"}
+    causes = {"causes_by_session", "causes_by_depth"}
+    assert keys == {"waterfall", "over_time", "ttft", "sessions", "latency", "growth"} | causes
     assert keys == {a["id"] for t, a in page.tags if t == "div" and a.get("class") == "plot"}
     assert sum(t == "figcaption" for t, _ in page.tags) == len(keys)
     report = summarize(header(), SMALL, FINISHED)

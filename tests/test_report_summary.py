@@ -264,3 +264,36 @@ def test_every_definition_has_its_own_text() -> None:
     texts = [d.definition(level.tokens) for level in levels]
     assert all(texts)
     assert len(set(texts)) == len({level.key for level in levels}) == len(levels)
+
+
+def test_attribution_without_events_by_hand() -> None:
+    """Request a/1 hits 20 of 40: 10 had not been computed when it was sent, 10 had; b/0 hits more than was ready."""
+    why = summarize(header(), SMALL, FINISHED).attribution
+    assert why is not None
+    assert {row.cause: row.tokens for row in why.causes} == {
+        "page_alignment": 7 + 9,
+        "in_flight": 10 + 10,
+        "not_observed": 10,
+        "unexplained": 0,
+    }
+    assert (why.gap_tokens, why.ideal_tokens, why.evidence.kind) == (46, 96, "none")
+    assert [(row.session, row.gap_tokens) for row in why.by_session] == [("a", 27), ("b", 19)]
+    assert [sum(row.causes.values()) for row in why.by_depth] == [46]
+
+
+def test_context_changes_are_apart() -> None:
+    """Turn 1 drops the last 12 tokens of turn 0 (an edit), turn 2 is shorter than turn 1 (a compaction)."""
+    records = [
+        record("a", 0, 40),
+        record("a", 1, 60, lcp=28),
+        record("a", 2, 30, lcp=20),
+        record("a", 3, 90, lcp=30),
+    ]
+    why = summarize(header(), records, FINISHED).attribution
+    assert why is not None
+    changes = why.context_changes
+    assert (changes.edits, changes.compactions, changes.dropped_tokens) == (1, 1, 12 + 40)
+    assert [(c.turn, c.kind, c.at_token, c.dropped_tokens) for c in changes.largest] == [
+        (2, "compaction", 20, 40),
+        (1, "edit", 28, 12),
+    ]

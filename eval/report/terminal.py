@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from eval.report.rich_table import plain_table
 from eval.report.schema import Report
+from eval.report.terminal_causes import render_causes
 from eval.report.text import (
     accepted,
     by_tier,
@@ -51,7 +52,10 @@ def render_terminal(report: Report, console: Console) -> None:
         console.print(Panel(Text(done.banner, style="bold"), border_style="red", title="Incomplete run"))
     console.print(Text(headline(report), style="bold green"))
     console.print(_rates(report))
-    console.print(_chain(report))
+    if report.attribution is None:
+        console.print(_chain(report))
+    else:
+        render_causes(report.attribution, console)
     if report.tiers is not None:
         console.print(Text(by_tier(report.tiers)))
     console.print(_latency(report, wide))
@@ -65,26 +69,12 @@ def render_terminal(report: Report, console: Console) -> None:
         console.print(Text.assemble(("Note: ", "bold yellow"), printable(note)))
 
 
-def _table(title: str, caption: str | None = None) -> Table:
-    return Table(
-        title=title,
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-        title_style="bold",
-        caption_style="dim",
-        expand=True,
-        padding=(0, 1, 0, 0),
-    )
-
-
 def _named(title: str, definition: str, *, strong: bool = False) -> Text:
     return Text.assemble((title, "bold" if strong else ""), "\n", (definition, "dim"))
 
 
 def _rates(report: Report) -> Table:
-    table = _table("Hit rate", f"{report.rate_definition} {report.population.text}")
+    table = plain_table("Hit rate", f"{report.rate_definition} {report.population.text}")
     table.add_column("definition", ratio=1)
     table.add_column("rate", justify="right", no_wrap=True)
     table.add_column("hit tokens", justify="right", no_wrap=True)
@@ -103,7 +93,7 @@ def _rates(report: Report) -> Table:
 
 def _chain(report: Report) -> Table:
     chain = report.chain
-    table = _table(f"Where the hits go: ideal to {chain.end_key}", "The steps sum to the gap exactly, in tokens.")
+    table = plain_table(f"Where the hits go: ideal to {chain.end_key}", "The steps sum to the gap exactly, in tokens.")
     table.add_column("step", ratio=1)
     table.add_column("points", justify="right", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
@@ -121,7 +111,7 @@ def _chain(report: Report) -> Table:
 
 
 def _latency(report: Report, wide: bool) -> Table:
-    table = _table("Latency", "\n".join(report.latency_definitions.values()))
+    table = plain_table("Latency", "\n".join(report.latency_definitions.values()))
     table.add_column("", no_wrap=True)
     table.add_column("requests", no_wrap=True)
     table.add_column("n", justify="right", no_wrap=True)
@@ -148,7 +138,7 @@ def _speed(report: Report) -> Text:
 def _sessions(report: Report) -> Table:
     shown = report.sessions[:SESSIONS_SHOWN]
     more = len(report.sessions) - len(shown)
-    table = _table(
+    table = plain_table(
         "Sessions, largest gap first",
         "Gap = theoretical (page-aligned) - realized." + (f" {more:,} more in the JSON and the page." if more else ""),
     )
@@ -168,7 +158,7 @@ def _sessions(report: Report) -> Table:
 
 
 def _worst(report: Report) -> Table:
-    table = _table("Requests with the largest gap", "Tokens. Gap = theoretical (page-aligned) - realized.")
+    table = plain_table("Requests with the largest gap", "Tokens. Gap = theoretical (page-aligned) - realized.")
     table.add_column("session / flow / turn", ratio=1, no_wrap=True)
     for name in ("prompt", "theory", "ready", "realized", "gap"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -185,7 +175,7 @@ def _worst(report: Report) -> Table:
 
 
 def _errors(report: Report) -> Table:
-    table = _table("Failed requests (in no rate and no latency)")
+    table = plain_table("Failed requests (in no rate and no latency)")
     table.add_column("kind", no_wrap=True)
     table.add_column("requests", justify="right", no_wrap=True)
     table.add_column("first message", ratio=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eval.report.schema import Completeness, Drafting, Goodput, Report, Throughput, Tiers
+from eval.report.schema_causes import AttributionReport, ContextChanges
 
 
 def percent(fraction: float | None) -> str:
@@ -56,6 +57,30 @@ def headline(report: Report) -> str:
         f"Realized hit rate {percent(real.rate)} of a theoretical {percent(theory.rate)} (page {page}): "
         f"{points(real.rate - theory.rate)} points."
     )
+
+
+def share(found: AttributionReport) -> str:
+    """How much of the gap no evidence accounts for."""
+    if not found.gap_tokens:
+        return f"There is no gap; {count(found.unexplained_tokens)} tokens are unexplained."
+    return (
+        f"The causes sum to the gap of {count(found.gap_tokens)} tokens exactly; unexplained are "
+        f"{count(found.unexplained_tokens)} ({percent(found.unexplained_fraction)} of it)."
+    )
+
+
+def changed(found: ContextChanges) -> str:
+    """What clients changed in their own prompts."""
+    return (
+        f"Apart from the gap: clients edited {count(found.edits)} prompts and compacted {count(found.compactions)}, "
+        f"which dropped {count(found.dropped_tokens)} or more tokens of the prompts before and lowers the ideal itself."
+    )
+
+
+def token_range(start: int, end: int | None) -> str:
+    """A range of positions, in units of 1,024 tokens."""
+    low = f"{start // 1024}k"
+    return f"from {low}" if end is None else f"{low}-{end // 1024}k"
 
 
 def objectives(good: Goodput) -> str:

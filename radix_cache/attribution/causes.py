@@ -53,7 +53,7 @@ TITLES: dict[Cause, str] = {
     Cause.EVICTED: "evicted",
     Cause.OFFLOAD_LOST: "lost in the offload tier",
     Cause.NOT_RESTORED: "not restored in time",
-    Cause.NOT_OBSERVED: "computed before, not there (no events)",
+    Cause.NOT_OBSERVED: "not observed (no cache events)",
     Cause.UNEXPLAINED: "unexplained",
 }
 
