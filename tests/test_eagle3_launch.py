@@ -128,6 +128,8 @@ def test_impossible_recipes(eagle3: dict[str, Any], message: str) -> None:
 def test_recipe_errors_name_the_option() -> None:
     with pytest.raises(RecipeError, match=r"--set eagle3.steps=0, field 'eagle3.steps'"):
         load_recipe(find_recipe("tiny-cpu"), [parse_set("eagle3.draft=d"), parse_set("eagle3.steps=0")])
+    with pytest.raises(RecipeError, match=r"env holds SGLANG_SIMULATE_ACC_LEN.*set eagle3.synthetic_length"):
+        load_recipe(find_recipe("tiny-cpu"), [parse_set("env={SGLANG_SIMULATE_ACC_LEN: 2}")])
     with pytest.raises(RecipeError, match=r"extra_args holds --speculative-num-steps; set the field 'eagle3.steps'"):
         load_recipe(find_recipe("tiny-cpu"), [parse_set("extra_args=['--speculative-num-steps=5']")])
 

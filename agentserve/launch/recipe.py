@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agentserve.launch.offload import Offload
 from agentserve.runtime.index_reuse import parse_index_reuse
 from agentserve.runtime.policy_settings import PolicySettings
-from agentserve.runtime.speculation import golden_length
+from agentserve.runtime.speculation import VARIABLES, golden_length
 
 # SGLang's own policies (srt/arg_groups/choices.py: RADIX_EVICTION_POLICY_CHOICES in 0.5.23).
 EvictionPolicy = Literal["lru", "lfu", "slru", "priority", "tlru"]
@@ -193,6 +193,11 @@ class Recipe(_Model):
             raise ValueError(f"cpu.threads_bind must list cores for tp={self.tp} ranks, separated by '|'; got {bind!r}")
         if self.index_reuse is not None and parse_index_reuse(self.index_reuse).layers and self.device == "rocm":
             raise ValueError("index_reuse on rocm is SGLang's own, which takes a frequency: write freq:N")
+        behind = sorted(set(self.env) & set(VARIABLES))
+        if behind:
+            raise ValueError(
+                f"env holds {', '.join(behind)}: results would carry the wrong label; set eagle3.synthetic_length"
+            )
         for argument in self.extra_args:
             field = MANAGED_FLAGS.get(argument.split("=", 1)[0])
             if field is not None:
