@@ -44,16 +44,20 @@ class PathCounts:
         self._paths[self._place[layer]] = events
         if layer != self.layers[-1]:
             return
-        paths = tuple(self._paths)
-        addition = self._additions.get(paths)
+        self._counts[MODES.index(mode)].add_(self.expect(self._paths))
+        self._paths = [()] * len(self.layers)
+
+    def expect(self, paths: Sequence[tuple[str, ...]]) -> torch.Tensor:
+        """What a pass with these events by layer adds, int64 ``[layers, events]`` on the device.
+
+        Made on first use by a copy to the device, which a capture forbids: call it once before for the usual pass.
+        """
+        addition = self._additions.get(tuple(paths))
         if addition is None:
-            # The first pass of every kind is an eager one (SGLang warms up before it captures), where a copy to
-            # the device is allowed.
             rows = [[int(event in events) for event in EVENTS] for events in paths]
             addition = torch.tensor(rows, dtype=torch.int64, device=self._counts.device)
-            self._additions[paths] = addition
-        self._counts[MODES.index(mode)].add_(addition)
-        self._paths = [()] * len(self.layers)
+            self._additions[tuple(paths)] = addition
+        return addition
 
     def publish(self, now: float | None = None) -> None:
         """Publish what was counted, at most once a second and without waiting for the device."""

@@ -84,6 +84,8 @@ class SharingSparseAttnBackend(MiniMaxSparseAttnBackend):
 
         publish = get_observability().enable_metrics and get_parallel().attn_tp_rank == 0
         self.path_counts = PathCounts(list(self._source_of), self.kv_pool.device, publish=publish)
+        takes_over = _REUSED_AND_SKIPPED if self._skip_producers else _REUSED
+        self.path_counts.expect([_COMPUTED if own else takes_over for own in self._topk_is_source.values()])
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(forward_batch, in_capture)

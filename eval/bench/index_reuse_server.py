@@ -135,12 +135,8 @@ class BenchServer:
     def stop(self) -> None:
         """End it with all its processes and wait until the GPU's memory is free again."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(8)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait(8)
+            os.killpg(self._process.pid, signal.SIGKILL)  # it has nothing to save, and the next one waits
+            self._process.wait(8)
         for _ in range(60):
             if _gpu_megabytes() < 8_000:
                 return
