@@ -6,6 +6,7 @@ told *when* requests arrive, start and end (the simulator's own event order), an
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from radix_cache.gaps import AGE_EDGES, SHARED_GAPS, GapTable, age_bin, gap_row,
 from radix_cache.simulator import FlowSpec, TurnSpec
 
 Path = list[Hashable]
+
+_NOTHING_SEEN = GapTable()  # its first ranks take longer than a small trace
 
 
 @dataclass
@@ -85,7 +88,7 @@ class NaiveCache:
         self.page, self.capacity, self.policy = page, capacity, policy
         self.truncate, self.insert_output = truncate, insert_output
         self.host_capacity, self.host_policy = host_capacity, host_policy
-        self.gaps = GapTable()
+        self.gaps = copy.deepcopy(_NOTHING_SEEN)
         self.requests: list[Request] = []
         self.flows: list[FlowNow] = []
         self.pages: dict[Hashable, Page] = {}  # on the device
@@ -141,6 +144,7 @@ class NaiveCache:
                 page.superseded = page.name not in request.prompt
         if matched:
             matched[-1].pins += 1
+            matched[-1].joined = None
         need = total - len(matched)
         held = sum(self.running.values())
         while self.capacity - len(self.pages) - held < need:
@@ -154,8 +158,6 @@ class NaiveCache:
         self.hits[number] = len(matched) * self.page
         for page in matched:
             page.hits += 1
-        if matched:
-            matched[-1].joined = None
         before = len(self.pages)
         self._insert(request.prompt, number)
         self.running[number] = total - len(matched) - (len(self.pages) - before)
@@ -287,6 +289,7 @@ class NaiveCache:
             leaves, key=lambda p: self._score(self.policy, p, 1 if self.truncate else len(self._radix_node(p)))
         )
         for page in [victim] if self.truncate else self._radix_node(victim):
+            assert not page.pins, "a running request lost a page"
             del self.pages[page.name]
             if page.parent is not None:
                 page.parent.device_children -= 1

@@ -1,12 +1,17 @@
-"""The simulator against a block-by-block cache: the same hits for every request, whatever the policy."""
+"""The simulator against a block-by-block cache: the same hits for every request, whatever the policy.
+
+The examples are the same in every run. ``AGENTSERVE_EXAMPLES=5000 pytest tests/test_simulator_naive.py`` tries that
+many others.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from radix_cache.eviction import eviction_names, eviction_policy
@@ -74,12 +79,11 @@ def naive_hits(
     return [cache.hits[n] for n in numbers], [cache.host_hits[n] for n in numbers]
 
 
-def assert_same(sessions: Sessions, setting: Setting, page: int = PAGE, *, global_ids: bool = False) -> Outcome:
-    workload = build(sessions, page, global_ids=global_ids)
+def assert_same(sessions: Sessions, workload: Workload, setting: Setting) -> Outcome:
     outcome = simulate(workload, setting)
-    device, host = naive_hits(sessions, workload, outcome, global_ids=global_ids)
-    assert outcome.fates["hit"].tolist() == device
-    assert outcome.fates["host"].tolist() == host
+    device, host = naive_hits(sessions, workload, outcome)
+    assert outcome.fates["hit"].tolist() == device, setting
+    assert outcome.fates["host"].tolist() == host, setting
     return outcome
 
 
@@ -140,9 +144,43 @@ def traces(draw: st.DrawFn, shared: bool = True) -> Sessions:
 
 
 ONLINE = [name for name in eviction_names() if not eviction_policy(name).offline]
+POLICIES = [*ONLINE, "tlru:12", "ttl:5"]  # with small parameters: the traces are small
+EXAMPLES = int(os.environ.get("AGENTSERVE_EXAMPLES", "0"))
+SEARCH = settings(
+    max_examples=EXAMPLES or 200,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
-@pytest.mark.parametrize("policy", [*ONLINE, "tlru:12", "ttl:5"])
+def conversation(first: int, *turns: tuple[int, int, int, float]) -> FlowSpec:
+    """Turns of (prompt tokens, output tokens, pages of the answer that come back, think time) over one line of pages
+    from ``first`` on."""
+    line = np.arange(first, first + 10)
+    specs = []
+    for tokens, output, answer, think in turns:
+        pages = tokens // PAGE
+        specs.append(TurnSpec(tokens, output, line[:pages], line[pages : pages + answer], think, 0.0))
+    return FlowSpec(specs)
+
+
+# A prompt ends inside a radix node, and its own start evicts what hangs below: only that, not the part it matched.
+MATCH_SPLITS_A_NODE: Sessions = [
+    [conversation(1000, (8, 0, 1, 0.0), (12, 0, 0, 3.0), (4, 1, 2, 0.0), (13, 0, 0, 0.0))],
+    [
+        conversation(
+            1000,
+            *[(20, 0, 0, 0.0), (20, 9, 1, 0.5), (25, 4, 0, 0.5), (21, 0, 1, 3.0), (24, 0, 0, 3.0), (24, 0, 0, 0.0)],
+            (20, 6, 0, 0.0),
+        ),
+        conversation(1000, (4, 0, 0, 0.0))._replace(spawn_after=0),
+    ],
+    [conversation(1000, (1, 0, 0, 0.0), (1, 0, 0, 0.0))],
+    [conversation(1000, (16, 1, 0, 0.5), (16, 0, 0, 0.0), (16, 0, 2, 0.0), (24, 0, 0, 0.0))],
+]
+
+
 @given(
     sessions=traces(),
     capacity=st.integers(8, 90),
@@ -150,21 +188,23 @@ ONLINE = [name for name in eviction_names() if not eviction_policy(name).offline
     truncate=st.booleans(),
     insert_output=st.booleans(),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(sessions=MATCH_SPLITS_A_NODE, capacity=14, clients=4, truncate=False, insert_output=True)
+@SEARCH
+@pytest.mark.timeout(0 if EXAMPLES else 1800)
 def test_same_hits_as_page_by_page(
-    policy: str, sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool
+    sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool
 ) -> None:
-    assert_same(
-        sessions,
-        Setting(
+    workload = build(sessions)
+    for policy in POLICIES:
+        setting = Setting(
             policy=policy,
             capacity=capacity * PAGE,
             sessions=clients,
             service=Service.FIXED,
             truncate=truncate,
             insert_output=insert_output,
-        ),
-    )
+        )
+        assert_same(sessions, workload, setting)
 
 
 @given(
@@ -174,20 +214,19 @@ def test_same_hits_as_page_by_page(
     truncate=st.booleans(),
     insert_output=st.booleans(),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@SEARCH
+@pytest.mark.timeout(0 if EXAMPLES else 1800)
 def test_belady_same_hits_as_page_by_page(
     sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool
 ) -> None:
     """The time of a next use is reckoned when a node becomes a leaf. Where several flows use a node that can be
     out of date, so flows share nothing here."""
-    assert_same(
-        sessions,
-        Setting(
-            policy="belady",
-            capacity=capacity * PAGE,
-            sessions=clients,
-            service=Service.FIXED,
-            truncate=truncate,
-            insert_output=insert_output,
-        ),
+    setting = Setting(
+        policy="belady",
+        capacity=capacity * PAGE,
+        sessions=clients,
+        service=Service.FIXED,
+        truncate=truncate,
+        insert_output=insert_output,
     )
+    assert_same(sessions, build(sessions), setting)

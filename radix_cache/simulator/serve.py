@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from radix_cache.gaps import REFRESH, SHARED_GAPS
+from radix_cache.gaps import LEAD_CLASSES, LEADS, REFRESH, SHARED_GAPS
 from radix_cache.gaps import count_gap as _count_gap
 from radix_cache.gaps import gap_row as _gap_row
-from radix_cache.gaps import index_row as _index_row
 from radix_cache.gaps import new_pace as _new_pace
+from radix_cache.gaps import rank_gaps as _rank_gaps
 from radix_cache.simulator.jit import core
 from radix_cache.simulator.layout import DONE, NONE, REJECTED, ROOT, RUNNING, Cache
 from radix_cache.simulator.order import age_bin, discard
@@ -24,7 +24,7 @@ from radix_cache.simulator.tree import (
 )
 
 count_gap = core(_count_gap)
-index_row = core(_index_row)
+rank_gaps = core(_rank_gaps)
 gap_row = core(_gap_row)
 new_pace = core(_new_pace)
 
@@ -42,9 +42,11 @@ def observe(c: Cache, row: int, gap: float) -> None:
     c.fresh[row] = 0
     s.rebuilds += 1
     if s.learned != NONE:
-        index_row(c.counts[row], c.order.edges, c.order.ranks[s.learned + row])
+        first = s.learned + row * LEAD_CLASSES
+        rank_gaps(c.counts[row], c.order.edges, LEADS, c.order.ranks[first : first + LEAD_CLASSES])
     if s.host_learned != NONE:
-        index_row(c.counts[row], c.order.edges, c.host.ranks[s.host_learned + row])
+        first = s.host_learned + row * LEAD_CLASSES
+        rank_gaps(c.counts[row], c.order.edges, LEADS, c.host.ranks[first : first + LEAD_CLASSES])
 
 
 @core
