@@ -1,0 +1,30 @@
+"""EAGLE3."""
+
+from __future__ import annotations
+
+from agentserve.audit.counters import SPECULATION, SPECULATION_ACCEPTED, SPECULATION_STEPS, VERIFY_CALLS, Metrics
+from agentserve.audit.facts import Facts
+from agentserve.audit.row import AuditRow
+
+
+def eagle3(facts: Facts, metrics: Metrics) -> AuditRow:
+    """Drafts verified by the model. Steps prove that it runs, accepted drafts that it is worth something."""
+    algorithm, topk = facts.arg("speculative_algorithm"), facts.arg("speculative_eagle_topk")
+    ours = metrics.count(SPECULATION_STEPS)
+    steps = ours or metrics.count(VERIFY_CALLS)
+    counter = f"verification steps ({SPECULATION_STEPS if ours else VERIFY_CALLS}"
+    if ours:
+        accepted = metrics.count(SPECULATION_ACCEPTED)
+        mode = metrics.labels(SPECULATION).get("mode", "real")
+        counter += f"): {accepted:,.0f} drafts accepted, {1 + accepted / ours:.2f} tokens a step, {mode} acceptance"
+    else:
+        counter += ")"
+    return AuditRow(
+        "EAGLE3",
+        algorithm == "EAGLE3",
+        f"speculative_algorithm is {algorithm}",
+        None if topk is None else topk == 1,
+        f"M3's sparse attention verifies a linear chain: speculative_eagle_topk is {topk}",
+        steps,
+        counter,
+    )

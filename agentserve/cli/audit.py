@@ -1,0 +1,145 @@
+"""``agentserve audit``: which fast paths of a running server were configured, could run, and ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import orjson
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agentserve.audit import AuditRow, Metrics, audit_rows
+from agentserve.audit.facts import Device
+from agentserve.launch.facts import CheckpointError, CheckpointFacts, read_facts, resolve_model
+from agentserve.launch.plan import PlanError, make_plan
+from agentserve.launch.recipe import RecipeError, find_recipe, load_recipe, parse_set
+from agentserve.shapes.model import ShapeError
+from agentserve.shapes.published import HUB_PREFIX, M3_CONFIG
+from offload.state import StateError
+
+_COLOURS = {"runs": "green", "off": "dim", "not eligible": "yellow", "not executed": "red", "not proven": "yellow"}
+
+
+class AuditError(click.ClickException):
+    """What cannot be audited. The message says what to do."""
+
+
+@click.command("audit")
+@click.argument("url")
+@click.option("--recipe", "recipe_name", help="Recipe the server was launched with: tells its environment and device.")
+@click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Field of the recipe that was set at launch.")
+@click.option(
+    "--since",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Text of URL/metrics saved earlier: count only what came after.",
+)
+@click.option("--api-key", envvar="AGENTSERVE_API_KEY", help="Bearer token (AGENTSERVE_API_KEY).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def command(
+    url: str, recipe_name: str | None, sets: tuple[str, ...], since: Path | None, api_key: str | None, as_json: bool
+) -> None:
+    """Audit the fast paths of the SGLang server at URL: configured, eligible, executed.
+
+    A path is credited only where a counter of the server says that it ran.
+    """
+    info, text = _ask(url, api_key)
+    try:
+        metrics = _metrics(text, f"{url}/metrics")
+        if since is not None:
+            metrics = metrics.since(_metrics(since.read_text(encoding="utf-8"), str(since)))
+        environment, device, model = _launched(recipe_name, sets)
+        config = _config(model or str(info.get("model_path", "")))
+        rows = audit_rows(info, metrics, config=config, environment=environment, device=device)
+    except (RecipeError, PlanError, CheckpointError, ShapeError, StateError) as error:
+        raise AuditError(str(error)) from None
+    if as_json:
+        click.echo(orjson.dumps([row.as_dict() for row in rows], option=orjson.OPT_INDENT_2).decode())
+    else:
+        Console(highlight=False).print(audit_table(rows))
+
+
+def audit_table(rows: Iterable[AuditRow]) -> Table:
+    """The audit as a table: a path a row, and under each answer what it rests on."""
+    table = Table(title="Fast paths: configured, eligible, executed", title_justify="left", show_lines=True)
+    for title in ("path", "configured", "eligible", "executed", "verdict"):
+        table.add_column(title)
+    for row in rows:
+        executed = "-" if row.executed is None else f"{row.executed:,.0f}"
+        table.add_row(
+            row.path,
+            _cell(_word(row.configured), row.setting),
+            _cell(_word(row.eligible), row.condition),
+            _cell(executed, row.counter),
+            f"[{_COLOURS[row.verdict]}]{row.verdict}[/]",
+        )
+    return table
+
+
+def _cell(answer: str, reason: str) -> str:
+    return f"[bold]{answer}[/] [dim]{escape(reason)}[/]"
+
+
+def _word(answer: bool | None) -> str:
+    return "?" if answer is None else "yes" if answer else "no"
+
+
+def _ask(url: str, api_key: str | None) -> tuple[dict[str, Any], str]:
+    """``/server_info`` and ``/metrics`` of the server."""
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=30, trust_env=False, follow_redirects=True) as http:
+            info = http.get("/server_info").raise_for_status().json()
+            metrics = http.get("/metrics")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise AuditError(f"{base}: no SGLang server answers /server_info ({error}); is it running there?") from None
+    if not isinstance(info, dict):
+        raise AuditError(f"{base}/server_info: a JSON object was expected; is this an SGLang server?")
+    if metrics.status_code != 200:
+        raise AuditError(
+            f"{base}/metrics answers {metrics.status_code}: without counters nothing is proved; start the server with "
+            f"--enable-metrics (recipe field metrics: true)"
+        )
+    return info, metrics.text
+
+
+def _metrics(text: str, source: str) -> Metrics:
+    try:
+        return Metrics.from_text(text)
+    except ValueError as error:
+        raise AuditError(f"{source}: not in the Prometheus text format ({error})") from None
+
+
+def _launched(name: str | None, sets: tuple[str, ...]) -> tuple[Mapping[str, str] | None, Device | None, str | None]:
+    """Environment, device and model that a recipe's launch gives its server; None where there is no recipe."""
+    if name is None:
+        if sets:
+            raise AuditError("--set changes a recipe; pass --recipe too")
+        return None, None, None
+    recipe = load_recipe(find_recipe(name), [parse_set(text) for text in sets])
+    try:
+        facts: CheckpointFacts | None = read_facts(resolve_model(recipe.model))
+    except CheckpointError:
+        facts = None
+    draft = recipe.eagle3.draft
+    plan = make_plan(
+        recipe,
+        facts,
+        model=recipe.model,
+        cwd=Path.cwd(),
+        draft=read_facts(resolve_model(draft)) if draft is not None else None,
+    )
+    return plan.env, recipe.device, recipe.model
+
+
+def _config(model: str) -> Mapping[str, Any] | None:
+    """The config of a model that is on this machine, or M3's published geometry; None where neither."""
+    try:
+        return read_facts(resolve_model(model)).config
+    except CheckpointError:
+        return M3_CONFIG if model.startswith(HUB_PREFIX) else None
