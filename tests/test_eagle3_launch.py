@@ -16,7 +16,13 @@ from agentserve.cli import main
 from agentserve.launch.draft import DRAFT_ARCHITECTURE, draft_faults
 from agentserve.launch.facts import read_facts
 from agentserve.launch.plan import LaunchPlan, PlanError, make_plan
-from agentserve.launch.preflight import preflight
+from agentserve.launch.preflight import (
+    PROCESS_BYTES,
+    check_ram,
+    preflight,
+    rank_bytes_per_token,
+    served_weight_bytes,
+)
 from agentserve.launch.recipe import Recipe, RecipeError, find_recipe, load_recipe, parse_set
 from agentserve.runtime.speculation import (
     SpeculationSettings,
@@ -172,6 +178,13 @@ def test_preflight_reads_the_draft(tiny_checkpoint: Path, draft: Path, tmp_path:
     good = preflight(recipe(**fields, eagle3={"draft": str(draft)}))
     assert good.draft is not None
     assert good.draft.capture_layers == [0, 2, 4]
+    # K and V of its one layer, 4 heads of 32, in float32, beside those of the target
+    made = recipe(**fields, dtype="float32")
+    facts = read_facts(tiny_checkpoint)
+    assert rank_bytes_per_token(made, facts, good.draft) - rank_bytes_per_token(made, facts) == 2 * 4 * 32 * 4
+    enough = served_weight_bytes(made, facts) + 4096 * rank_bytes_per_token(made, facts) + 3 * PROCESS_BYTES
+    assert list(check_ram(made, facts, enough)) == []
+    assert len(list(check_ram(made, facts, enough, good.draft))) == 1
     missing = preflight(recipe(**fields, eagle3={"draft": str(tmp_path / "none")}))
     (finding,) = [f for f in missing.findings if "EAGLE3 draft" in f.what]
     assert finding.level == "error"

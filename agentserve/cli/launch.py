@@ -95,7 +95,7 @@ def command(
         errors.print(escape(str(error)), soft_wrap=True)
         sys.exit(2)
     if dry_run:
-        print_plan(console, plan, recipe, checked.facts)
+        print_plan(console, plan, recipe, checked.facts, checked.draft)
         return
     if not checked.ok:
         sys.exit(2)

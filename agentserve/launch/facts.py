@@ -85,11 +85,22 @@ class CheckpointFacts:
         return bool(self.config.get("quantization_config") or self.text_config.get("quantization_config"))
 
     def planes(
-        self, *, kv_dtype: str, index_dtype: str, tp: int, index_sources: Collection[int] | None = None
+        self,
+        *,
+        kv_dtype: str,
+        index_dtype: str,
+        tp: int,
+        index_sources: Collection[int] | None = None,
+        draft: CheckpointFacts | None = None,
     ) -> list[Plane]:
-        """The planes of a cached prefix on one rank. Raises ``offload.state.StateError``."""
+        """The planes of a cached prefix on one rank, with those of a draft. Raises ``offload.state.StateError``."""
         return prefix_state_planes(
-            self.config, kv_dtype=kv_dtype, index_dtype=index_dtype, tp=tp, index_sources=index_sources
+            self.config,
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
+            tp=tp,
+            index_sources=index_sources,
+            draft_config=draft.config if draft else None,
         )
 
 

@@ -16,7 +16,7 @@ from agentserve.runtime.index_reuse import REUSE_VARIABLE, ROCM_VARIABLE, parse_
 from agentserve.runtime.policy_settings import BACKEND, EVICTION_VARIABLE, PolicySettings
 from agentserve.runtime.speculation import VARIABLES, SpeculationSettings
 from offload.settings import SETTINGS_VARIABLE
-from offload.state import shareable_layers
+from offload.state import Plane, shareable_layers
 
 CPU_PLATFORM = "agentserve_cpu"  # our entry point in the group sglang.srt.platforms
 
@@ -189,6 +189,13 @@ def index_sources(recipe: Recipe, facts: CheckpointFacts) -> tuple[int, ...] | N
     pattern = parse_index_reuse(recipe.index_reuse).pattern(shareable_layers(facts.config))
     # SGLang's own sharing on ROCm leaves every layer its index keys.
     return None if recipe.device == "rocm" else pattern.sources
+
+
+def served_planes(recipe: Recipe, facts: CheckpointFacts, draft: CheckpointFacts | None = None) -> list[Plane]:
+    """The planes of a cached prefix on one rank as the recipe serves them. Raises as ``index_sources`` does."""
+    kv, index = cache_dtypes(recipe, facts)
+    sources = index_sources(recipe, facts)
+    return facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp, index_sources=sources, draft=draft)
 
 
 def _cpu_env(recipe: Recipe, facts: CheckpointFacts | None, notes: list[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from agentserve.launch.facts import (
 )
 from agentserve.launch.finding import Finding
 from agentserve.launch.offload_checks import check_offload
-from agentserve.launch.plan import CPU_PLATFORM, cache_dtypes, index_sources, served_dtype
+from agentserve.launch.plan import CPU_PLATFORM, index_sources, served_dtype, served_planes
 from agentserve.launch.recipe import Recipe
 from agentserve.runtime.index_reuse import IndexReuseError
 from offload.segments import clear_stale_segments
@@ -79,12 +79,12 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
     if recipe.device == "cpu":
         findings += check_cores(recipe, host.usable_cores())
         if facts is not None and facts.is_m3:
-            findings += check_ram(recipe, facts, host.available_ram())
+            findings += check_ram(recipe, facts, host.available_ram(), draft)
     else:
         gpus = (host.nvidia_gpus if recipe.device == "cuda" else host.rocm_gpus)(environ)
         findings += check_gpus(recipe, gpus)
         if facts is not None and facts.is_m3 and gpus and len(gpus) >= recipe.tp:
-            findings += check_gpu_memory(recipe, facts, gpus[: recipe.tp])
+            findings += check_gpu_memory(recipe, facts, gpus[: recipe.tp], draft)
     findings += check_open_files(*host.raise_open_file_limit(SGLANG_OPEN_FILES))
     if recipe.offload.backend is not None:
         clear_stale_segments()
@@ -230,11 +230,13 @@ def check_cores(recipe: Recipe, cores: int) -> Iterator[Finding]:
         )
 
 
-def check_ram(recipe: Recipe, facts: CheckpointFacts, available: int) -> Iterator[Finding]:
+def check_ram(
+    recipe: Recipe, facts: CheckpointFacts, available: int, draft: CheckpointFacts | None = None
+) -> Iterator[Finding]:
     """Weights, KV cache and the processes themselves against available memory, in bytes."""
     try:
-        weights = served_weight_bytes(recipe, facts)
-        kv = recipe.tp * rank_bytes_per_token(recipe, facts) * (recipe.kv.capacity_tokens or 0)
+        weights = sum(served_weight_bytes(recipe, each) for each in (facts, draft) if each)
+        kv = recipe.tp * rank_bytes_per_token(recipe, facts, draft) * (recipe.kv.capacity_tokens or 0)
     except StateError as error:
         yield Finding("error", f"{facts.path / 'config.json'}: {error}", "check the checkpoint and tp")
         return
@@ -256,11 +258,13 @@ def check_gpus(recipe: Recipe, gpus: list[host.Gpu] | None) -> Iterator[Finding]
         yield Finding("error", f"tp {recipe.tp} needs as many GPUs, {len(gpus)} are visible", "lower tp (--tp)")
 
 
-def check_gpu_memory(recipe: Recipe, facts: CheckpointFacts, gpus: list[host.Gpu]) -> Iterator[Finding]:
+def check_gpu_memory(
+    recipe: Recipe, facts: CheckpointFacts, gpus: list[host.Gpu], draft: CheckpointFacts | None = None
+) -> Iterator[Finding]:
     """Weights and KV cache of one rank against the GPU with the least free memory, in bytes."""
     try:
-        weights = served_weight_bytes(recipe, facts) // recipe.tp
-        per_token = rank_bytes_per_token(recipe, facts)
+        weights = sum(served_weight_bytes(recipe, each) for each in (facts, draft) if each) // recipe.tp
+        per_token = rank_bytes_per_token(recipe, facts, draft)
     except StateError as error:
         yield Finding("error", f"{facts.path / 'config.json'}: {error}", "check the checkpoint and tp")
         return
@@ -311,11 +315,9 @@ def check_shared_kv(recipe: Recipe, facts: CheckpointFacts, shm: int | None) -> 
         )
 
 
-def rank_bytes_per_token(recipe: Recipe, facts: CheckpointFacts) -> int:
+def rank_bytes_per_token(recipe: Recipe, facts: CheckpointFacts, draft: CheckpointFacts | None = None) -> int:
     """Bytes one token of cached prefix takes on one rank. Raises ``offload.state.StateError``."""
-    kv, index = cache_dtypes(recipe, facts)
-    sources = index_sources(recipe, facts)
-    return bytes_per_token(facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp, index_sources=sources))
+    return bytes_per_token(served_planes(recipe, facts, draft))
 
 
 def served_weight_bytes(recipe: Recipe, facts: CheckpointFacts) -> int:

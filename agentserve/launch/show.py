@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentserve.launch.facts import CheckpointFacts
-from agentserve.launch.plan import LaunchPlan, cache_dtypes, index_sources
+from agentserve.launch.plan import LaunchPlan, served_planes
 from agentserve.launch.preflight import Preflight
 from agentserve.launch.process import Progress
 from agentserve.launch.recipe import Recipe
@@ -32,7 +32,13 @@ def print_findings(console: Console, checked: Preflight) -> None:
         console.print(f"[{colour}]{finding.level}[/]: {text}", soft_wrap=True)
 
 
-def print_plan(console: Console, plan: LaunchPlan, recipe: Recipe, facts: CheckpointFacts | None) -> None:
+def print_plan(
+    console: Console,
+    plan: LaunchPlan,
+    recipe: Recipe,
+    facts: CheckpointFacts | None,
+    draft: CheckpointFacts | None = None,
+) -> None:
     """The command exactly as it would be run, then what one cached token takes."""
     # Not through rich: a line that is to be copied must not be wrapped or coloured.
     console.file.write(f"cd {shlex.quote(str(plan.cwd))} && {plan.shell()}\n")
@@ -41,10 +47,8 @@ def print_plan(console: Console, plan: LaunchPlan, recipe: Recipe, facts: Checkp
     if facts is None:
         console.print("bytes per token: unknown, the checkpoint cannot be read")
         return
-    kv, index = cache_dtypes(recipe, facts)
     try:
-        sources = index_sources(recipe, facts)
-        planes = facts.planes(kv_dtype=kv, index_dtype=index, tp=recipe.tp, index_sources=sources)
+        planes = served_planes(recipe, facts, draft)
     except (StateError, IndexReuseError) as error:
         console.print(f"bytes per token: unknown, {escape(str(error))}", soft_wrap=True)
         return
