@@ -14,7 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from radix_cache.attribution import Asked, Attribution, CacheKind, Lengths, Sweep, attribute, reachable, without_events
+from radix_cache.attribution import (
+    Asked,
+    Attribution,
+    CacheKind,
+    Cause,
+    Lengths,
+    Loss,
+    Sweep,
+    attribute,
+    reachable,
+    without_events,
+)
 from radix_cache.attribution.pages import DEVICE, NONE, Ranges, as_ranges, length, numbers
 from radix_cache.features import Stop
 from traces.model import MAIN_FLOW
@@ -55,7 +66,7 @@ def attribute_with_events(
     found = []
     for record in compared:
         number = index.get((record.session, record.flow, record.turn))
-        losses = [] if number is None else matcher.sweep.losses(number)
+        losses = [] if number is None else [*matcher.sweep.losses(number), *matcher.gains.get(number, ())]
         losses = [loss if loss.culprit is None else loss._replace(culprit=known[loss.culprit]) for loss in losses]
         found.append(attribute(lengths_of(record), cache, losses))
     return found
@@ -97,6 +108,8 @@ class _Matcher:
         self._open: dict[int, _Open] = {}
         self._running: set[int] = set()
         self._uncharged: list[int] = []
+        self._arrived: list[int] = []  # requests in order of sending
+        self.gains: dict[int, list[Loss]] = {}
 
     def run(self) -> None:
         order = sorted(range(len(self._records)), key=lambda i: self._records[i].sent_s)
@@ -122,6 +135,7 @@ class _Matcher:
     def _arrive(self, request: int) -> None:
         record, asked = self._records[request], self._asked[request]
         self.sweep.arrive(request)
+        self._arrived.append(request)
         self._running.add(request)
         hit = best = record.cached_tokens or 0
         if record.cached_tokens is not None:
@@ -164,6 +178,7 @@ class _Matcher:
         for request in [r for r in self._running if self._first_token(r) < now]:
             one = self._open.pop(request, None)
             if one is not None:
+                self._note_gain(one)
                 if one.first != _NOWHERE:
                     fits = self._has_last(one)
                     if fits and not self.sweep.state.has(one.first):
@@ -175,6 +190,23 @@ class _Matcher:
             if self._records[request].done_s < now:
                 self._running.discard(request)
                 self.sweep.end(request)
+
+    def _note_gain(self, one: _Open) -> None:
+        """A hit beyond theory is explained where a request that was sent later has the same pages."""
+        if one.hit <= one.best:
+            return
+        (page,) = numbers(self._asked[one.request].prompt, *self._last_page(one.hit)).tolist() or (_NOWHERE,)
+        for later in reversed(self._arrived):
+            if later == one.request:
+                return
+            if _within(page, self._asked[later].prompt) or _within(page, self._asked[later].answer):
+                self.gains[one.request] = [Loss(Cause.OVERTAKEN, one.best - one.hit, one.best)]
+                return
+
+    def _last_page(self, tokens: int) -> tuple[int, int]:
+        """Positions of the last page of a prefix of so many tokens."""
+        end = -(-tokens // self._cache.page_size)
+        return end - 1, end
 
     def _first_token(self, request: int) -> float:
         record = self._records[request]

@@ -27,7 +27,7 @@ class CauseRow(_Model):
     definition: str
     tokens: int  # lost_tokens - gained_tokens
     lost_tokens: int
-    gained_tokens: int  # only "unexplained" has any: hit, though the theory does not allow it
+    gained_tokens: int  # hit, though theory does not count it: "overtaken" and "unexplained"
     requests: int
     rate_difference: float  # tokens / prompt tokens of the population
 

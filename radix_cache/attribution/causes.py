@@ -18,6 +18,7 @@ class Cause(StrEnum):
     OFFLOAD_LOST = "offload_lost"
     NOT_RESTORED = "not_restored"
     NOT_OBSERVED = "not_observed"
+    OVERTAKEN = "overtaken"
     UNEXPLAINED = "unexplained"
 
 
@@ -54,6 +55,7 @@ TITLES: dict[Cause, str] = {
     Cause.OFFLOAD_LOST: "lost in the offload tier",
     Cause.NOT_RESTORED: "not restored in time",
     Cause.NOT_OBSERVED: "not observed (no cache events)",
+    Cause.OVERTAKEN: "overtaken (a gain)",
     Cause.UNEXPLAINED: "unexplained",
 }
 
@@ -71,6 +73,10 @@ DEFINITIONS: dict[Cause, str] = {
     Cause.NOT_OBSERVED: (
         "They had been computed before the request was sent; without cache events nobody knows whether they were "
         "evicted, never admitted, or lost in an offload tier."
+    ),
+    Cause.OVERTAKEN: (
+        "Hit beyond theory, so negative: a request that was sent later was computed first, and this one found what it"
+        " left."
     ),
     Cause.UNEXPLAINED: "No evidence says why. Negative where the server hit more than the theory allows.",
 }
@@ -99,7 +105,7 @@ class Loss(NamedTuple):
     """Consecutive tokens of one prompt, lost for one reason."""
 
     cause: Cause
-    tokens: int  # negative only for UNEXPLAINED: hit, though no theory allows it
+    tokens: int  # negative: hit, though theory does not count it (OVERTAKEN, UNEXPLAINED)
     at: int  # tokens of the prompt before the first of them
     by: EvictedBy | None = None  # EVICTED and OFFLOAD_LOST only, as the fields below
     victim: VictimState | None = None

@@ -27,6 +27,7 @@ _LOOK: dict[Cause, tuple[str, str]] = {
     Cause.OFFLOAD_LOST: (BLUE, ""),
     Cause.NOT_RESTORED: (GREEN, ""),
     Cause.NOT_OBSERVED: (VERMILLION, "x"),
+    Cause.OVERTAKEN: (SKY, "/"),
     Cause.UNEXPLAINED: (DARK, "/"),
 }
 
