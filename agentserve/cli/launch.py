@@ -33,6 +33,7 @@ _FIELD_OF_OPTION = {
     "context_length": "context_length",
     "kv_tokens": "kv.capacity_tokens",
     "page_size": "page_size",
+    "kv_events": "kv_events",
     "policy": "radix.policy",
     "admission": "radix.admission",
     "offload": "offload.backend",
@@ -53,6 +54,7 @@ _FIELD_OF_OPTION = {
 @click.option("--context-length", type=int, help="Longest request, in tokens.")
 @click.option("--kv-tokens", type=int, help="Capacity of the KV cache, in tokens.")
 @click.option("--page-size", type=int, help="Tokens per page; M3 needs its sparse block size.")
+@click.option("--kv-events", metavar="tcp://*:PORT", help="Publish cache events, which replays record; default: off.")
 @click.option("--policy", help="Eviction policy of ours, e.g. gittins or ttl:handicap=30; default: SGLang's lru.")
 @click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
 @click.option("--index-reuse", help="Sparse layers share block selections: freq:4 or layers:3,7,11.")
