@@ -7,8 +7,6 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +24,14 @@ PACE_WEIGHT = 0.1  # of the newest gap
 
 SHARED_GAPS = len(Stop) * PACE_LEVELS  # row of the gaps between uses of nodes that several flows use
 GAP_ROWS = SHARED_GAPS + 1
+
+# What is missed must be computed again, and for that long the whole context is held anyway: the *lead*, seconds of
+# prefill that a context stands for, is waiting time that costs nothing. Ranks are kept for classes of it, half an
+# octave each, and stand for the class's geometric mean; below LEAD_LIMITS[0] it changes little.
+LEAD_LIMITS = tuple(2.0 ** (1 + k / 2) for k in range(11))  # 2 s to 64 s
+LEAD_CLASSES = len(LEAD_LIMITS) + 1
+LEADS: Floats = np.array([0.0, *(limit * 2**0.25 for limit in LEAD_LIMITS)])
+RANK_ROWS = GAP_ROWS * LEAD_CLASSES  # those of one kind of gap follow each other
 
 # Lower edges in seconds: everything under 0.25 s is one bin, the last one is open (from 3.2 h).
 AGE_EDGES: Floats = np.concatenate(([0.0], 0.25 * 2.0 ** (np.arange(AGE_BINS) / 4)))
@@ -66,6 +72,15 @@ def gap_row(stop: float, pace: float) -> int:
     return int(stop) * PACE_LEVELS + level
 
 
+def rank_row(row: int, lead_s: float) -> int:
+    """Row of the ranks for a kind of gap (``gap_row``, ``SHARED_GAPS``) and a context of that many seconds."""
+    level = 0
+    for limit in LEAD_LIMITS:
+        if lead_s >= limit:
+            level += 1
+    return row * LEAD_CLASSES + level
+
+
 def new_pace(pace: float, bin_index: int) -> float:
     """A flow's pace after one more gap."""
     return float(bin_index) if pace < 0 else pace + PACE_WEIGHT * (bin_index - pace)
@@ -79,13 +94,17 @@ def count_gap(counts: Floats, row: int, bin_index: int) -> None:
             counts[row, j] *= 0.5
 
 
-def index_row(counts: Floats, edges: Floats, ranks: Floats) -> None:
-    """Gittins index per second for each age bin, written to ``ranks``.
+def rank_gaps(counts: Floats, edges: Floats, leads: Floats, ranks: Floats) -> None:
+    """Rank of each class of lead and age bin, written to ``ranks``: the higher, the longer to be kept.
+
+    With G the Gittins index, ``1 / G`` is the waiting time that a hit costs; the rank is ``lead - 1 / G``, moved up
+    by the last edge, which ``1 / G`` never exceeds. Without a lead that is the order of G.
 
     Args:
-        counts: gaps seen per bin, shape ``(bins,)``.
+        counts: gaps seen per bin, all above 0, shape ``(bins,)``.
         edges: bin edges in seconds, shape ``(bins + 1,)``.
-        ranks: output, shape ``(bins,)``; never negative.
+        leads: seconds, shape ``(classes,)``.
+        ranks: output in seconds, shape ``(classes, bins)``; never negative.
     """
     bins = len(counts)
     left = 0.0  # gaps not over yet at the age of bin b
@@ -100,29 +119,34 @@ def index_row(counts: Floats, edges: Floats, ranks: Floats) -> None:
             spent = waited + (left - came) * (edges[k + 1] - edges[b])
             if came > best * spent:
                 best = came / spent
-        ranks[b] = best
+        for j in range(len(leads)):
+            ranks[j, b] = edges[bins] + leads[j] - 1 / best
 
 
 class GapTable:
     """Learned ranks for one cache.
 
-    ``ranks[row, bin]`` is the index (1/s) of a wait of that kind and age; rows are those of ``gap_row`` and
-    ``SHARED_GAPS``.
+    ``counts[row, bin]`` are gaps seen, with the rows of ``gap_row`` and ``SHARED_GAPS``; ``ranks[row, bin]`` is the
+    rank in seconds of a wait of that kind and age, with the rows of ``rank_row``.
     """
 
     def __init__(self) -> None:
         self.counts = new_counts()
-        self.ranks = np.zeros_like(self.counts)
+        self.ranks = np.zeros((RANK_ROWS, AGE_BINS))
         self._fresh = np.zeros(GAP_ROWS, dtype=np.int64)
         for row in range(GAP_ROWS):
-            index_row(self.counts[row], AGE_EDGES, self.ranks[row])
+            self._rank(row)
 
-    def observe(self, row: int, gap_s: float, *, index: Callable[[Floats, Floats, Floats], None] = index_row) -> bool:
+    def observe(self, row: int, gap_s: float) -> bool:
         """Count one gap, in seconds, between a use and the next; true when the row's ranks changed."""
         count_gap(self.counts, row, age_bin(gap_s, AGE_EDGES))
         self._fresh[row] += 1
         if self._fresh[row] < REFRESH:
             return False
         self._fresh[row] = 0
-        index(self.counts[row], AGE_EDGES, self.ranks[row])
+        self._rank(row)
         return True
+
+    def _rank(self, row: int) -> None:
+        first = row * LEAD_CLASSES
+        rank_gaps(self.counts[row], AGE_EDGES, LEADS, self.ranks[first : first + LEAD_CLASSES])

@@ -32,7 +32,7 @@ def test_pops_what_a_scan_of_all_items_finds(spec: str, seed: int) -> None:
     for _ in range(3000):
         now += rng.expovariate(0.5)
         if rng.random() < 0.1 and policy.learned_groups:
-            gaps.observe(rng.randrange(len(policy.learned_groups)), rng.lognormvariate(2, 2))
+            gaps.observe(rng.randrange(len(gaps.counts)), rng.lognormvariate(2, 2))
         action = rng.random()
         if action < 0.6:
             stamp += 1

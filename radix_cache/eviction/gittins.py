@@ -5,8 +5,11 @@ gap between an answer and the next turn, the best ratio that can still be had at
 
     G(a) = max over tau of  P(T <= a + tau | T > a) / E[min(T - a, tau) | T > a]
 
-and the least G goes first. G is learned for each stop reason from the gaps seen (``radix_cache.gaps``). Ended
-conversations and abandoned branches go before all, then parked ones. A node that several flows used is kept or
+and 1/G is the waiting time that one hit costs. A miss costs memory too: for ``context / prefill`` seconds the whole
+context is held while its missing part is computed. So the greatest ``1/G - context / prefill`` goes first. G is
+learned for each stop reason, and for quick and slow conversations, from the gaps seen (``radix_cache.gaps``).
+
+Ended conversations and abandoned branches go before all, then parked ones. A node that several flows used is kept or
 given up by the gaps between *its* uses, whoever makes them. Use it wherever memory is short; it needs a stop
 reason and the knowledge which request continues which.
 Source: Gittins, "Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41(2), 1979.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 from radix_cache.eviction.base import EvictionPolicy, register
 from radix_cache.features import FlowState, NodeFeatures
-from radix_cache.gaps import GAP_ROWS, SHARED_GAPS, gap_row
+from radix_cache.gaps import RANK_ROWS, SHARED_GAPS, gap_row, rank_row
 
 _ENDED = int(FlowState.ENDED)
 _PARKED = int(FlowState.PARKED)
@@ -28,19 +31,22 @@ def key(f: NodeFeatures) -> float:
     return f.last_access
 
 
-def group(f: NodeFeatures) -> int:
-    if f.superseded > 0:
-        return DEAD
-    if f.sharers >= 2:
-        return FIRST_LEARNED + SHARED_GAPS
-    if f.state == _ENDED:
-        return DEAD
-    if f.state == _PARKED:
-        return PARKED
-    return FIRST_LEARNED + gap_row(f.stop, f.pace)
-
-
 @register("gittins")
-def gittins() -> EvictionPolicy:
-    learned = tuple(range(FIRST_LEARNED, FIRST_LEARNED + GAP_ROWS))
+def gittins(prefill: float = 10_000) -> EvictionPolicy:
+    """``prefill``: tokens per second that one request is computed with; ``inf`` where a miss takes no time."""
+    if not prefill > 0:
+        raise ValueError(f"eviction policy gittins: the prefill speed must be above 0 tokens per second, got {prefill}")
+
+    def group(f: NodeFeatures) -> int:
+        if f.superseded > 0:
+            return DEAD
+        if f.sharers >= 2:
+            return FIRST_LEARNED + rank_row(SHARED_GAPS, f.context / prefill)
+        if f.state == _ENDED:
+            return DEAD
+        if f.state == _PARKED:
+            return PARKED
+        return FIRST_LEARNED + rank_row(gap_row(f.stop, f.pace), f.context / prefill)
+
+    learned = tuple(range(FIRST_LEARNED, FIRST_LEARNED + RANK_ROWS))
     return EvictionPolicy("gittins", key, group, groups=learned[-1] + 1, learned_groups=learned)

@@ -167,6 +167,8 @@ class Order(NamedTuple):
 
     places: Records  # PLACE, one a node
     roots: Ints  # by bucket
+    alive: Ints  # how many buckets follow, then those that may hold something
+    listed: Ints  # bucket -> NONE when it is not among these
     ranks: Floats  # shape (groups, bins)
     edges: Floats  # seconds, shape (bins + 1,)
     group: Any

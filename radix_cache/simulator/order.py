@@ -104,6 +104,10 @@ def put(order: Order, node: int, bucket: int, key: float, stamp: int) -> None:
     place.previous = NONE
     place.bucket = bucket
     order.roots[bucket] = meld(order.places, order.roots[bucket], node)
+    if order.listed[bucket] == NONE:
+        order.alive[0] += 1
+        order.alive[order.alive[0]] = bucket
+        order.listed[bucket] = 1
 
 
 @core
@@ -119,10 +123,13 @@ def grow_old(order: Order, now: float) -> None:
     bins = order.ranks.shape[1]
     if bins == 1:
         return
-    for bucket in range(len(order.roots)):
-        until = order.edges[bucket % bins + 1]
+    at = 1
+    while at <= order.alive[0]:  # buckets that come alive on the way are older ones, and come later in the list
+        bucket = order.alive[at]
+        at += 1
         if bucket % bins == bins - 1:
             continue
+        until = order.edges[bucket % bins + 1]
         while order.roots[bucket] != NONE:
             oldest = order.roots[bucket]
             age = now - order.places[oldest].key
@@ -139,10 +146,16 @@ def least(order: Order) -> int:
     bins = order.ranks.shape[1]
     best = NONE
     best_rank = 0.0
-    for bucket in range(len(order.roots)):
+    at = 1
+    while at <= order.alive[0]:
+        bucket = order.alive[at]
         node = order.roots[bucket]
         if node == NONE:
+            order.listed[bucket] = NONE
+            order.alive[at] = order.alive[order.alive[0]]
+            order.alive[0] -= 1
             continue
+        at += 1
         rank = order.ranks[bucket // bins, bucket % bins]
         if best == NONE or rank < best_rank or (rank == best_rank and precedes(order.places, node, best)):
             best, best_rank = node, rank

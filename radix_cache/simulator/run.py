@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from radix_cache.admission import admission_policy
 from radix_cache.eviction import EvictionPolicy, eviction_policy
-from radix_cache.gaps import AGE_EDGES, GAP_ROWS, index_row, new_counts
+from radix_cache.gaps import AGE_EDGES, GAP_ROWS, RANK_ROWS, GapTable, new_counts
 from radix_cache.simulator.jit import compiled_admission, compiled_eviction
 from radix_cache.simulator.layout import (
     CACHE_STATE,
@@ -200,16 +200,15 @@ def _order(policy: EvictionPolicy, nodes: int) -> tuple[Order, int]:
     learned = NONE
     if policy.learned_groups:
         learned = policy.learned_groups[0]
-        if policy.learned_groups != tuple(range(learned, learned + GAP_ROWS)):
-            raise ValueError(f"policy {policy.name}: it must learn {GAP_ROWS} groups in a row, one a kind of gap")
-        ranks -= policy.groups  # below every index, which is at least 0
-        counts = new_counts()
-        for row in range(GAP_ROWS):
-            index_row(counts[row], AGE_EDGES, ranks[learned + row])
+        if policy.learned_groups != tuple(range(learned, learned + RANK_ROWS)):
+            raise ValueError(f"policy {policy.name}: it must learn {RANK_ROWS} groups in a row, one a row of ranks")
+        ranks -= policy.groups  # below every learned rank, which is at least 0
+        ranks[learned:] = GapTable().ranks
     places = np.zeros(nodes, dtype=PLACE)
     places["bucket"] = NONE
-    roots = np.full(policy.groups * bins, NONE, dtype=np.int32)
-    return Order(places, roots, ranks, AGE_EDGES, group, key), learned
+    buckets = policy.groups * bins
+    roots, listed = np.full(buckets, NONE, dtype=np.int32), np.full(buckets, NONE, dtype=np.int32)
+    return Order(places, roots, np.zeros(buckets + 1, np.int32), listed, ranks, AGE_EDGES, group, key), learned
 
 
 def new_cache(
