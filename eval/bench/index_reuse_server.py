@@ -45,6 +45,9 @@ class Mode:
     name: str
     fused: bool = True
 
+    def __str__(self) -> str:
+        return self.name if self.fused else f"{self.name}, unfused"
+
     def environment(self, freq: int) -> dict[str, str]:
         reuse = IndexReuse(freq=freq, keep_producers=self.name == "shared")
         return {FUSE_VARIABLE: "1" if self.fused else "0", **({} if self.name == "off" else reuse.environment())}
