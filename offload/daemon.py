@@ -49,8 +49,8 @@ def daemon_command(spec: DaemonSpec, program: str | None = None) -> list[str]:
         str(spec.chunk_tokens),
         "--l1-size-gb",
         f"{spec.memory_gb:g}",
-        "--l1-init-size-gb",
-        f"{min(spec.memory_gb, 1.0):g}",
+        # Grown from 1 GB on a GPU machine, so that starting does not pin all of it; whole gigabytes only.
+        *(("--l1-init-size-gb", "1") if spec.memory_gb > 1 else ()),
         "--eviction-policy",
         "LRU",
         "--max-gpu-workers",

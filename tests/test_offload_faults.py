@@ -1,0 +1,280 @@
+"""The real connector, cache and pool against a real daemon that is frozen, killed, missing or wrong.
+
+Every row of the table in docs/design/offload.md that needs no model is a test here. A daemon's start takes seconds, so
+one serves the module; tests leave it healthy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from agentserve.launch.daemon import Daemon, daemon_plan
+from agentserve.launch.host import free_port
+from offload.daemon import DaemonSpec
+from offload.settings import OffloadError, OffloadSettings
+from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, tokens_of, wait_until
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+SLACK_S = 1.0  # beyond a deadline
+TIMES = OffloadSettings(
+    lookup_deadline=2.0, load_deadline=2.0, store_deadline=2.0, ping_interval=0.5, ping_deadline=3.0
+)
+
+
+@pytest.fixture(scope="module", name="daemon")
+def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    spec = DaemonSpec("127.0.0.1", free_port(), free_port(), CHUNK, 0.5)
+    folder = tmp_path_factory.mktemp("daemon")
+    # Freezing it is the tests' business: they thaw it again.
+    with Daemon(daemon_plan(spec, folder), folder / "lmcache.log", frozen_after_s=600) as daemon:
+        yield daemon
+
+
+@pytest.fixture(name="settings")
+def _settings(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> OffloadSettings:
+    settings = replace(TIMES, port=int(daemon.plan.argv[daemon.plan.argv.index("--port") + 1]))
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    return settings
+
+
+@pytest.fixture(name="bench")
+def _bench(settings: OffloadSettings, tiny_checkpoint: Path) -> Iterator[Lab]:
+    with lab(settings, tiny_checkpoint) as made:
+        assert made.connector.online
+        yield made
+
+
+def prompt(length: int = 1024) -> list[int]:
+    """A prompt that no other test has."""
+    return tokens_of(time.monotonic_ns(), length)
+
+
+def stored(bench: Lab, length: int = 1024) -> tuple[list[int], list[torch.Tensor]]:
+    """A new prompt whose state is in the daemon, and what its slots held; they are free again."""
+    ids = prompt(length)
+    slots = bench.take(length)
+    held = rows(bench.pool, slots)
+    assert bench.store(f"store-{ids[:4]}", ids, slots)
+    bench.allocator.free(slots)
+    fill(bench.pool, 99)
+    return ids, held
+
+
+@contextmanager
+def frozen(daemon: Daemon) -> Iterator[None]:
+    assert daemon.pid is not None
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+
+
+def free_tokens(bench: Lab) -> int:
+    return int(bench.allocator.available_size())
+
+
+def back_online(bench: Lab) -> None:
+    wait_until(lambda: bench.connector.online, 120)
+
+
+def test_full_and_partial_prefixes_come_back_bit_for_bit_after_the_engine_restarted(
+    bench: Lab, settings: OffloadSettings, tiny_checkpoint: Path
+) -> None:
+    ids, held = stored(bench, 2048)
+    with lab(settings, tiny_checkpoint, seed=7) as other:
+        for name, asked, expected in (
+            ("full", [*ids, 1], 2048),
+            ("partial", [*ids[:1500], *prompt(500)], 1280),
+            ("short", ids[:300], 256),
+        ):
+            request = other.request(name, asked)
+            assert other.found(request) == expected
+            fill(other.pool, 8)
+            slots = other.load(request)
+            assert slots is not None
+            assert len(slots) == expected
+            assert same(rows(other.pool, slots), [row[:expected] for row in held])
+        assert other.found(other.request("unknown", prompt())) == 0
+
+
+def test_index_keys_that_are_lost_in_a_restore_are_caught(bench: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, held = stored(bench)
+    before = free_tokens(bench)
+    restore = type(bench.connector)._wait_for
+
+    def without_index_keys(connector: Any, operation: Any, *rest: Any) -> bool:
+        done = bool(restore(connector, operation, *rest))
+        bench.pool.index_k_pool.k_buffer[0][operation.device_indices] = 0
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bench.connector), "_wait_for", without_index_keys)
+        request = bench.request("lossy", ids)
+        assert bench.found(request) == 1024
+        assert bench.load(request) is None  # recomputed
+        bench.cache.check_hicache_events()
+        assert free_tokens(bench) == before
+        # What the seals are for: without them the same loss goes unnoticed.
+        patch.setattr(bench.connector, "_sealer", None)
+        request = bench.request("unsealed", ids)
+        assert bench.found(request) == 1024
+        slots = bench.load(request)
+        assert slots is not None
+        assert not same(rows(bench.pool, slots), held)
+
+
+def test_other_weights_of_the_same_shape_under_the_same_path_miss(settings: OffloadSettings, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "m3", seed=1)
+    with lab(settings, folder) as first:
+        ids, _ = stored(first)
+        assert first.found(first.request("same", ids)) == 1024
+    write_tiny_checkpoint(tmp_path / "other", seed=2)
+    for file in (tmp_path / "other").iterdir():
+        file.replace(folder / file.name)
+    with lab(settings, folder) as second:
+        assert second.found(second.request("other", ids)) == 0
+
+
+def test_a_frozen_daemon_delays_a_load_by_its_deadline_and_its_late_write_hits_nobody(
+    bench: Lab, daemon: Daemon
+) -> None:
+    ids, held = stored(bench)
+    total = free_tokens(bench)
+    request = bench.request("late", ids)
+    assert bench.found(request) == 1024
+    with frozen(daemon):
+        started = time.monotonic()
+        assert bench.load(request) is None
+        assert time.monotonic() - started < TIMES.load_deadline + SLACK_S
+        assert not bench.connector.online
+        bench.cache.check_hicache_events()
+        assert free_tokens(bench) == total - 1024
+        # All that is left goes to another owner, who writes to it.
+        others = bench.take(total - 1024)
+        theirs = rows(bench.pool, others)
+        aside = torch.ones(bench.pool.size + PAGE, dtype=torch.bool)
+        aside[others] = False
+        aside[:PAGE] = False
+        quarantined = aside.nonzero().flatten()
+        assert bench.cache.has_pending_cache_operations()  # so that SGLang does not flush them
+        before = rows(bench.pool, quarantined)
+    wait_until(lambda: bench.cache._quarantine.ready() != 0, 60)
+    assert not same(rows(bench.pool, quarantined), before), "the daemon did not write late: nothing is proven"
+    assert same(rows(bench.pool, others), theirs)
+    bench.cache.check_hicache_events()
+    assert free_tokens(bench) == 1024
+    back_online(bench)
+    request = bench.request("again", ids)
+    assert bench.found(request) == 1024
+    slots = bench.load(request)
+    assert slots is not None
+    assert same(rows(bench.pool, slots), held)
+
+
+def test_a_frozen_daemon_delays_one_lookup_by_its_deadline_and_the_next_not_at_all(bench: Lab, daemon: Daemon) -> None:
+    ids, _ = stored(bench)
+    with frozen(daemon):
+        started = time.monotonic()
+        assert bench.found(bench.request("first", ids)) == 0
+        assert time.monotonic() - started < max(TIMES.lookup_deadline, TIMES.ping_deadline) + SLACK_S
+        started = time.monotonic()
+        assert bench.found(bench.request("second", ids)) == 0
+        assert not bench.connector.online
+        assert time.monotonic() - started < SLACK_S
+        bench.connector.finish_request("first")
+    back_online(bench)
+    assert bench.found(bench.request("third", ids)) == 1024
+
+
+def test_a_frozen_daemon_holds_stored_tokens_no_longer_than_the_deadline(bench: Lab, daemon: Daemon) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    ids = prompt()
+    total = free_tokens(bench)
+    slots = bench.take(1024)
+    bench.cache.insert(InsertParams(key=RadixKey(array("q", ids), None), value=slots, prev_prefix_len=0))
+    with frozen(daemon):
+        started = time.monotonic()
+        bench.cache._submit_store(SimpleNamespace(rid="slow", extra_key=None, cache_salt=None), array("q", ids))
+        bench.cache.evict(EvictParams(num_tokens=1024))
+        assert free_tokens(bench) == total - 1024  # locked while the daemon reads
+        while bench.cache.has_pending_cache_operations():
+            bench.cache.check_hicache_events()
+            time.sleep(0.01)
+            assert time.monotonic() - started < TIMES.store_deadline + SLACK_S
+        bench.cache.evict(EvictParams(num_tokens=1024))
+        assert free_tokens(bench) == total
+        # Others use the slots while the daemon still has the order to read them.
+        fill(bench.pool, 5)
+    back_online(bench)
+    time.sleep(0.5)
+    request = bench.request("poisoned", ids)
+    # Whether the daemon stored other data under this key or nothing: it is never returned.
+    if bench.found(request):
+        assert bench.load(request) is None
+
+
+def test_a_killed_daemon_is_given_up_at_once_and_used_again_when_it_is_back(bench: Lab, daemon: Daemon) -> None:
+    ids, _ = stored(bench)
+    total = free_tokens(bench)
+    request = bench.request("killed", ids)
+    assert bench.found(request) == 1024
+    assert daemon.pid is not None
+    starts = daemon.starts
+    os.kill(daemon.pid, signal.SIGKILL)
+    started = time.monotonic()
+    assert bench.load(request) is None
+    assert time.monotonic() - started < TIMES.load_deadline + SLACK_S
+    wait_until(lambda: (bench.cache.check_hicache_events(), free_tokens(bench) == total)[1], 30)  # it is dead
+    started = time.monotonic()
+    assert bench.found(bench.request("meanwhile", ids)) == 0
+    assert time.monotonic() - started < SLACK_S
+    back_online(bench)
+    assert daemon.starts == starts + 1
+    assert bench.found(bench.request("lost", ids)) == 0  # host memory went with the daemon
+    ids, held = stored(bench)
+    request = bench.request("anew", ids)
+    assert bench.found(request) == 1024
+    slots = bench.load(request)
+    assert slots is not None
+    assert same(rows(bench.pool, slots), held)
+
+
+def test_without_a_daemon_the_server_starts_and_answers_and_takes_the_daemon_when_it_comes(
+    settings: OffloadSettings, tiny_checkpoint: Path, daemon: Daemon
+) -> None:
+    with frozen(daemon), lab(settings, tiny_checkpoint) as bench:
+        assert not bench.connector.online
+        started = time.monotonic()
+        assert bench.found(bench.request("nobody", prompt())) == 0
+        assert not bench.store("nobody", prompt(), bench.take(1024))
+        assert time.monotonic() - started < SLACK_S
+        os.kill(daemon.pid or 0, signal.SIGCONT)
+        back_online(bench)
+        ids, _ = stored(bench)
+        assert bench.found(bench.request("there", ids)) == 1024
+
+
+def test_a_daemon_with_other_chunks_is_an_error(settings: OffloadSettings, tiny_checkpoint: Path) -> None:
+    with (
+        pytest.raises(OffloadError, match=r"has chunks of 256 tokens, this server expects 512; start it with"),
+        lab(replace(settings, chunk_tokens=512), tiny_checkpoint),
+    ):
+        pass
