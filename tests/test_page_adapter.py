@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentserve.runtime.msa_torch import attend_decode
 from agentserve.runtime.page_adapter import PageTable, QueryRows, page_table, page_view, query_rows
+from tests.conftest import REPOSITORY
 
 BLOCK, PAGE, DIM = 128, 16, 8
 
@@ -176,3 +181,34 @@ def test_what_does_not_fit_is_refused() -> None:
         page_table(torch.zeros(1, 2, 2, dtype=torch.int32), rows, slots)
     with pytest.raises(ValueError, match="100 slots"):
         page_view(torch.zeros(100, 1, 8))
+
+
+def ascending(own: int, random: torch.Generator) -> torch.Tensor:
+    """Three of the blocks up to ``own``, ascending, padded with -1: as M3's selection comes."""
+    blocks = torch.randperm(own + 1, generator=random)[:3].sort().values
+    return torch.nn.functional.pad(blocks, (0, 3 - len(blocks)), value=-1)
+
+
+def test_equals_the_table_that_sglang_gives_to_aiter(tmp_path: Path) -> None:
+    """Upstream's builder, for prefill: 64-token pages of a scratch copy in which each request lies contiguous."""
+    random = torch.Generator().manual_seed(0)
+    cases, ours = [], []
+    for cached, new_tokens in (([0, 500, 90], 5), ([127, 128], 1), ([1000], 40)):
+        rows = query_rows(torch.arange(len(cached)), torch.tensor(cached), new_tokens)
+        chosen = torch.stack([ascending(position // BLOCK, random) for position in rows.position.tolist()])[None].int()
+        longest = -(-(max(cached) + new_tokens) // BLOCK) * BLOCK
+        starts = torch.arange(len(cached)) * longest
+        where = {"req_id": rows.request.int(), "abs_pos": rows.position.int(), "page_start": (starts // 64).int()}
+        cases.append({"topk_idx": chosen, **where})
+        ours.append(page_table(chosen, rows, starts[:, None] + torch.arange(longest), page_size=64))
+    torch.save(cases, tmp_path / "cases.pt")
+    subprocess.run(
+        [sys.executable, "-m", "tests.upstream_page_table", tmp_path / "cases.pt", tmp_path / "tables.pt"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=REPOSITORY,
+        check=True,
+    )
+    for (pages, lengths), table in zip(torch.load(tmp_path / "tables.pt"), ours, strict=True):
+        assert lengths.tolist() == table.lengths[0].tolist()
+        for theirs, row, length in zip(pages.tolist(), table.pages[0].tolist(), lengths.tolist(), strict=True):
+            assert theirs[: -(-length // 64)] == row[: -(-length // 64)]

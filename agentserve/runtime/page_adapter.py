@@ -101,7 +101,7 @@ def page_table(
     blocks = _distinct_ascending(chosen.long(), own)
     used = blocks >= 0
 
-    reaches_own = (blocks == own).any(dim=-1)
+    reaches_own = (used & (blocks == own)).any(dim=-1)
     inside_own = rows.position % block_size + 1
     lengths = used.sum(dim=-1) * block_size - torch.where(reaches_own, block_size - inside_own, 0)
 
