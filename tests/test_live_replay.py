@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,14 @@ def test_both_sides_mean_the_same_names() -> None:
 def test_a_slash_in_a_session_id_does_not_part_it() -> None:
     assert conversation_name("team/a", "main") == "team%2Fa/main"
     assert conversation_name("team/a").partition("/")[0] == "team%2Fa"
+
+
+def test_in_flight_1_sends_one_request_after_the_other(tmp_path: Path) -> None:
+    server = ReplayServer(token_s=0.002)
+    run = go(tmp_path, server, concurrency=2, in_flight=1)
+    records = sorted(run.records(), key=lambda r: r.sent_s)
+    assert all(before.done_s <= after.sent_s for before, after in pairwise(records))
+    assert len({r.session for r in records[:4]}) == 2, "both sessions are active"
 
 
 @pytest.mark.parametrize("history", ["recorded", "own"])

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 
 from agentserve.runtime.policy_counters import PolicyCounters
+from agentserve.runtime.policy_journal import Journal
 from agentserve.runtime.policy_order import VictimOrder
 from agentserve.runtime.policy_sessions import Flow
 from radix_cache.eviction import EvictionPolicy
@@ -31,6 +32,7 @@ class LivePolicy(NamedTuple):
     gaps: GapTable
     counters: PolicyCounters
     truncate: bool
+    journal: Journal
 
 
 class PolicyNode(UnifiedTreeNode):
@@ -278,6 +280,7 @@ class PolicyFullComponent(FullComponent):
         self._chosen.append(node)
         cut = self._cut(node, wanted - tracker[self.component_type], cache_actions)
         core.live.counters.evicted(victim_kind(node), len(node.key), cut)
+        core.live.journal.note("evict", "" if node.owner is None else node.owner.id, core.now, len(node.key))
         return node.id
 
     def _cut(self, node: PolicyNode, tokens: int, cache_actions: Any) -> bool:

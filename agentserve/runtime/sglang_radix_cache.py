@@ -6,8 +6,9 @@ Nothing here is registered unless a policy was asked for (``policy_settings``). 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from agentserve.runtime.policy_counters import PolicyCounters
 from agentserve.runtime.policy_gate import Gate
+from agentserve.runtime.policy_journal import JOURNAL_VARIABLE, Journal
 from agentserve.runtime.policy_sessions import STOPS, Flow, SessionTable
 from agentserve.runtime.policy_settings import BACKEND, PolicySettings, live_eviction
 from agentserve.runtime.sglang_policy_tree import LivePolicy, PolicyFullComponent, PolicyTreeCore
@@ -46,7 +48,9 @@ class PolicyRadixCache(UnifiedRadixCache):
         eviction = live_eviction(self.settings.eviction)
         self.gaps = GapTable()
         self.counters = PolicyCounters(eviction.name, enabled=params.enable_metrics)
-        self._live = LivePolicy(eviction, self.gaps, self.counters, self.settings.truncate)
+        # All ranks of a tensor-parallel group see the same: the first one writes it down.
+        self.journal = Journal(os.environ.get(JOURNAL_VARIABLE) if _is_first_rank(params) else None)
+        self._live = LivePolicy(eviction, self.gaps, self.counters, self.settings.truncate, self.journal)
         self.table = SessionTable(self.gaps, params.page_size)
         self.gate = Gate(admission_policy(self.settings.admission), self.table, params.token_to_kv_pool_allocator.size)
         self._reported = 0
@@ -71,8 +75,16 @@ class PolicyRadixCache(UnifiedRadixCache):
             salt = repr((req.extra_key, req.cache_salt)) if req.extra_key or req.cache_salt else ""
             flow = self.table.arrive(req.rid, req.origin_input_ids, req.session_id, self.tree_core.now, salt=salt)
             req.agentserve_flow = flow
+            self.journal.note("arrive", flow.id, self.tree_core.now)
             self.tree_core.note_state(flow)
         return flow
+
+    def note_starts(self, batch: Iterable[Any]) -> None:
+        """The requests of a prefill batch begin now, but for those of which this is a further chunk."""
+        for req in batch:
+            if not getattr(req, "agentserve_started", False):
+                req.agentserve_started = True
+                self.journal.note("start", self.flow_of(req).id, self.tree_core.now, req.prefix_len)
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
@@ -89,6 +101,7 @@ class PolicyRadixCache(UnifiedRadixCache):
             return
         flow = self.flow_of(req)
         if req.finished():
+            self.journal.note("finish", flow.id, self.tree_core.now)
             self.table.finish(
                 flow, req.rid, stop_of(req), len(req.origin_input_ids) + len(req.output_ids), self.tree_core.now
             )
@@ -105,6 +118,7 @@ class PolicyRadixCache(UnifiedRadixCache):
         """A client says that a session, or one flow of it, is over. False when it is not known."""
         changed = self.table.end(name)
         for flow in changed:
+            self.journal.note("end", flow.id, self.tree_core.now)
             self.tree_core.note_state(flow)
         return bool(changed)
 
@@ -118,6 +132,11 @@ class PolicyRadixCache(UnifiedRadixCache):
         self.counters.learned(learned - self._reported)
         self._reported = learned
         return decision.passed
+
+
+def _is_first_rank(params: Any) -> bool:
+    group = params.tp_cache_group
+    return group is None or int(torch.distributed.get_rank(group)) == 0
 
 
 def stop_of(req: Any) -> Stop:
@@ -178,17 +197,19 @@ def prefill_of_admitted(original: Callable[..., Any], scheduler: Any, running_ba
     queue = list(scheduler.waiting_queue)
     passed = cache.admit(queue)
     held = [req for req, may in zip(queue, passed, strict=True) if not may]
-    if not held:
-        return original(scheduler, running_batch)
-    scheduler.waiting_queue = [req for req, may in zip(queue, passed, strict=True) if may]
+    if held:
+        scheduler.waiting_queue = [req for req, may in zip(queue, passed, strict=True) if may]
     try:
-        return original(scheduler, running_batch)
+        plan = original(scheduler, running_batch)
     finally:
-        # In order of arrival again; what came back meanwhile (preempted requests) goes last, as SGLang puts it.
-        place = {req.rid: i for i, req in enumerate(queue)}
-        scheduler.waiting_queue = sorted(
-            [*held, *scheduler.waiting_queue], key=lambda req: place.get(req.rid, len(queue))
-        )
+        if held:
+            # In order of arrival again; what came back meanwhile (preempted requests) goes last, as SGLang puts it.
+            place = {req.rid: i for i, req in enumerate(queue)}
+            scheduler.waiting_queue = sorted(
+                [*held, *scheduler.waiting_queue], key=lambda req: place.get(req.rid, len(queue))
+            )
+    cache.note_starts(() if plan.batch_to_run is None else plan.batch_to_run.reqs)
+    return plan
 
 
 def close_known_session(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from radix_cache.eviction import eviction_policy
 from radix_cache.simulator.jit import jit
-from radix_cache.simulator.layout import NONE, REJECTED, Cache, Records
+from radix_cache.simulator.layout import REJECTED, Cache, Records
 from radix_cache.simulator.run import Setting, new_cache
 from radix_cache.simulator.serve import arrive, finish, set_state, start
 from radix_cache.simulator.uses import UNKNOWN
@@ -53,7 +53,7 @@ def _play(c: Cache, events: Records) -> int:
             flow = c.requests[which].flow
             if c.flows[flow].state == ENDED:
                 set_state(c, flow, LIVE)
-            if c.flows[flow].newest != NONE:
+            if which != c.flows[flow].first:
                 arrive(c, which, which - 1)
         elif kind == START:
             if not start(c, which):

@@ -26,6 +26,7 @@ class ReplayConfig(BaseModel):
     skip_bad: bool = False
     sessions: _Count | None = None
     concurrency: _Count = 4  # sessions active at once
+    in_flight: _Count | None = None  # requests sent and not yet answered at once; None: one for each active flow
     think: str = "recorded"  # recorded | none | scaled:FACTOR | capped:SECONDS | scaled:FACTOR,capped:SECONDS
     history: Literal["recorded", "own"] = "recorded"
     sharing: Literal["session", "tools+system"] = "session"

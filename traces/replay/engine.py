@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,7 @@ class Rules:
     sharing: Literal["session", "tools+system"]
     seed: int
     vocab: tuple[int, int]
+    in_flight: int | None = None  # requests sent and not yet answered, at most
 
 
 @dataclass(slots=True)
@@ -102,6 +104,8 @@ class Engine:
         self._ledger = PrefixLedger()
         self._done: Mapping[TurnKey, RequestRecord] = {}
         self._resumed: dict[str, _Active] = {}
+        # Turns that are ready take their places in the order in which they became ready.
+        self._places = nullcontext() if rules.in_flight is None else asyncio.Semaphore(rules.in_flight)
         self._workers: list[asyncio.Task[None]] = []
         self._probing: asyncio.Task[bool] | None = None
         self._stopped: Status | None = None
@@ -208,7 +212,8 @@ class Engine:
                     for joined in joined_flows(session, position):
                         ready = max(ready, await active.flow_ended[joined.name])
                 await asyncio.sleep(max(0.0, ready - self._clock()))
-                ended = await self._request(active, flow, position, ready, think)
+                async with self._places:
+                    ended = await self._request(active, flow, position, ready, think)
             if is_main:
                 active.main_ended[position].set_result(ended)
         if not is_main:

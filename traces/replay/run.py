@@ -171,7 +171,9 @@ async def _run(
     def clock() -> float:
         return offset + time.monotonic() - started
 
-    rules = Rules(config.concurrency, config.thinking, config.history, config.sharing, config.seed, vocab)
+    rules = Rules(
+        config.concurrency, config.thinking, config.history, config.sharing, config.seed, vocab, config.in_flight
+    )
     on_record = recorder.request if recorder is not None else ignore_record
     engine = Engine(client, writer, rules, tally, clock, on_progress, on_record)
     if before is None:

@@ -1,0 +1,144 @@
+"""Does the simulator predict a live server, and does what it promises come true there?
+
+    python -m eval.bench.prediction TRACE --out FOLDER [--json FILE]
+
+starts the tiny M3 on SGLang once for each policy, with memory for the mean of the live contexts, replays the same
+sessions on each, and plays every run's own arrivals, starts and ends on the simulator. Requests of the runs in
+``--predict`` come one after the other, sessions interleaved; those in ``--beside`` come as the sessions send them,
+several at once. The first of ``--beside`` is what the others are measured against.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from eval.bench.prediction_compare import Prediction, compare
+from eval.bench.prediction_live import LiveRun, Policy, expected_contexts, live_run, measured_contexts
+from eval.bench.prediction_workload import played_run
+from traces import open_trace
+from traces.replay.config import ReplayConfig
+from traces.replay.select import Limits, select
+
+PREDICT = ("lru", "ttl:6", "gittins")
+BESIDE = ("sglang", "gittins+gate:0.9")
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("trace")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the runs; new or empty.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result here too.")
+@click.option("--sessions", default=14)
+@click.option("--concurrency", default=7, help="Sessions active at once.")
+@click.option("--max-turns", default=10)
+@click.option("--tokens-per-block", type=int, help="Reduce the trace's blocks to this many tokens.")
+@click.option("--max-context", default=3500)
+@click.option("--max-output", default=4)
+@click.option("--think", default="scaled:0.1,capped:6")
+@click.option("--capacity", "ratio", default=1.0, help="Memory over the mean of the live contexts.")
+@click.option("--predict", multiple=True, default=PREDICT)
+@click.option("--beside", multiple=True, default=BESIDE)
+def main(
+    trace: str,
+    out: Path,
+    json_path: Path | None,
+    ratio: float,
+    predict: Sequence[str],
+    beside: Sequence[str],
+    **settings: Any,
+) -> None:
+    """Run the servers one after the other and print what came of each."""
+    config = ReplayConfig(trace=trace, out=out, **settings)
+    capacity = int(ratio * _contexts(config)) // 128 * 128
+    checkpoint = write_tiny_checkpoint(out / "checkpoint")
+    result: dict[str, Any] = {"trace": Path(trace).name, **settings, "capacity_tokens": capacity, "runs": {}}
+    alone = {"in_flight": 1}
+    for name in predict:
+        live = _run(name, config, "predict", alone, capacity, checkpoint)
+        result["runs"][f"{name}, one at a time"] = _report(live, config.concurrency)
+        _write(result, json_path)
+    first: LiveRun | None = None
+    for name in beside:
+        live = _run(name, config, "beside", {}, capacity, checkpoint)
+        first = first or live
+        entry = _report(live, config.concurrency)
+        entry["points_over_first"] = round(100 * (live.rate - first.rate), 2)
+        entry["same_answers_as_first"] = live.answers() == first.answers()
+        result["runs"][f"{name}, {config.concurrency} sessions at once"] = entry
+        _write(result, json_path)
+    click.echo(json.dumps(result, indent=1))
+
+
+def _write(result: dict[str, Any], path: Path | None) -> None:
+    """After each server: a run of many minutes that is stopped leaves what it had."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _contexts(config: ReplayConfig) -> float:
+    limits = Limits(
+        sessions=config.sessions,
+        max_turns=config.max_turns,
+        max_output=config.max_output,
+        tokens_per_block=config.tokens_per_block,
+        max_context=config.max_context,
+    )
+    sessions = select(open_trace(config.trace), limits).sessions
+    return expected_contexts(sessions, config.concurrency, config.thinking, service_s=0.5)
+
+
+def _run(name: str, config: ReplayConfig, kind: str, more: dict[str, Any], capacity: int, checkpoint: Path) -> LiveRun:
+    policy = Policy.parse(name)
+    folder = config.out / f"{kind}-{policy.name.replace(':', '-')}"
+    click.echo(f"{policy.name} ...", err=True)
+    return live_run(policy, config.model_copy(update={"out": folder, **more}), capacity=capacity, checkpoint=checkpoint)
+
+
+def predictions(live: LiveRun) -> dict[str, Prediction]:
+    """By whose clock the events are placed: the client's, and the server's where it wrote a journal."""
+    clocks = {"client": None} | ({} if live.journal is None else {"server": live.journal})
+    return {
+        clock: compare(
+            played_run(live.sent, live.run.events, live.page_size, told=live.policy.ours, journal=journal),
+            policy=live.policy.eviction if live.policy.ours else "lru",
+            capacity=live.capacity,
+            truncate=live.policy.ours,
+            live_evicted=live.evicted,
+        )
+        for clock, journal in clocks.items()
+    }
+
+
+def _report(live: LiveRun, concurrency: int) -> dict[str, Any]:
+    contexts = measured_contexts(live.records, concurrency)
+    entry: dict[str, Any] = {
+        "requests": len(live.records),
+        "live_rate": round(100 * live.rate, 3),
+        "capacity_over_live_contexts": round(live.capacity / contexts, 3),
+        "retracted": live.retracted,
+        "seconds": round(max(r.done_s for r in live.records), 1),
+    }
+    for clock, said in predictions(live).items():
+        told = asdict(said)
+        differences = told.pop("differences")
+        entry[f"predicted_by_{clock}_clock"] = {
+            "rate": round(100 * said.predicted_rate, 3),
+            "points_off": round(said.points_off, 3),
+            "same_cached_tokens": round(100 * said.same, 2),
+            "overlapping": said.overlapping,
+            "refused": said.refused,
+            "evicted_live_and_predicted": [said.live_evicted, said.predicted_evicted],
+            "reasons": said.reasons,
+            "differences": differences[:20],
+        }
+    return entry
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Live runs on the tiny M3, one server after the other, each with the same trace and the same memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentserve.launch.tiny import tiny_server
+from agentserve.runtime.policy_journal import JOURNAL_VARIABLE, JournalEvent, read_journal
+from traces.model import Session
+from traces.replay.config import ReplayConfig
+from traces.replay.rebuild import Sent, sent_requests
+from traces.replay.record import RequestRecord
+from traces.replay.run import replay, replayed_sessions
+from traces.replay.schedule import Think, recorded_think_s
+from traces.replay.store import Run, read_run
+
+SGLANG = "sglang"  # SGLang's own lru, nothing of ours
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a server runs: ``EVICTION[+ADMISSION]``, or ``sglang`` for SGLang's own lru."""
+
+    eviction: str
+    admission: str = "none"
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        eviction, _, admission = text.partition("+")
+        return cls(eviction, admission or "none")
+
+    @property
+    def name(self) -> str:
+        return self.eviction if self.admission == "none" else f"{self.eviction}+{self.admission}"
+
+    @property
+    def ours(self) -> bool:
+        return self.eviction != SGLANG
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What a run left behind."""
+
+    policy: Policy
+    run: Run
+    records: list[RequestRecord]
+    sent: list[Sent]
+    journal: list[JournalEvent] | None  # None: the server wrote none
+    evicted: int  # tokens
+    retracted: int  # times a running request gave its memory back
+
+    @property
+    def page_size(self) -> int:
+        return self.run.header.server.page_size or 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, as the server reports it."""
+        capacity = self.run.header.server.kv_capacity_tokens
+        if capacity is None:
+            raise ValueError(f"{self.run.path}/run.json: the server did not tell its capacity")
+        return capacity
+
+    @property
+    def rate(self) -> float:
+        """Realized rate, 0..1 of prompt tokens."""
+        return sum(r.cached_tokens or 0 for r in self.records) / sum(r.prompt_tokens for r in self.records)
+
+    def answers(self) -> dict[tuple[str, str, int], str | None]:
+        return {(r.session, r.flow, r.turn): r.output_sha256 for r in self.records}
+
+
+def live_run(policy: Policy, settings: ReplayConfig, *, capacity: int, checkpoint: Path) -> LiveRun:
+    """Start a server, replay into ``settings.out``, stop the server.
+
+    Raises:
+        RuntimeError: the replay did not finish, or a request failed.
+    """
+    out = settings.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    journal = out.parent / f"{out.name}.journal"
+    overrides: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
+    if policy.ours:
+        overrides |= {"radix.policy": policy.eviction, "radix.admission": policy.admission}
+        overrides["env"] = {JOURNAL_VARIABLE: str(journal.resolve())}
+    with tiny_server(overrides, checkpoint=checkpoint, log=out.parent / f"{out.name}.log") as server:
+        url = server.plan.url
+        result = replay(settings.model_copy(update={"url": url}), handle_signals=False)
+        metrics = httpx.get(f"{url}/metrics", timeout=30).text
+    if result.status != "finished" or result.tally.failed:
+        raise RuntimeError(f"{policy.name}: {result.status}, {result.tally.failed} failed requests; see {out}")
+    return load(
+        policy, out, evicted=_total(metrics, "evicted_tokens"), retracted=_total(metrics, "num_retracted_requests")
+    )
+
+
+def load(policy: Policy, out: Path, *, evicted: int, retracted: int) -> LiveRun:
+    """A run from its directory."""
+    run = read_run(out)
+    records = list(run.records())
+    sent = sent_requests(run.header, replayed_sessions(run), records, run.outputs())
+    journal = out.parent / f"{out.name}.journal"
+    events = list(read_journal(journal)) if journal.exists() else None
+    return LiveRun(policy, run, records, sent, events, evicted, retracted)
+
+
+def _total(metrics: str, name: str) -> int:
+    found = re.findall(rf"^sglang:{name}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
+    return int(sum(float(value) for value in found))
+
+
+def expected_contexts(sessions: Iterable[Session], concurrency: int, think: Think, service_s: float) -> float:
+    """Mean sum of live contexts in tokens, before a run: clients are always busy, a request takes ``service_s``."""
+    area = duration = 0.0
+    for session in sessions:
+        for flow in session.flows():
+            waits = [think.wait_s(recorded_think_s(session, flow, k)) + service_s for k in range(len(flow.turns))]
+            area += sum(
+                (turn.prompt_tokens + turn.output_tokens) * wait for turn, wait in zip(flow.turns, waits, strict=True)
+            )
+            duration += sum(waits) if flow is session.main else 0.0
+    return concurrency * area / duration
+
+
+def measured_contexts(records: Sequence[RequestRecord], concurrency: int) -> float:
+    """The same from a run: a context counts from its request until the next one of its flow is sent, or it ends."""
+    flows: dict[tuple[str, str], list[RequestRecord]] = {}
+    for record in sorted(records, key=lambda r: r.sent_s):
+        flows.setdefault((record.session, record.flow), []).append(record)
+    area = 0.0
+    spans: dict[str, tuple[float, float]] = {}
+    for (session, _), turns in flows.items():
+        ends = [turn.sent_s for turn in turns[1:]] + [turns[-1].done_s]
+        area += sum((r.prompt_tokens + r.output_tokens) * (end - r.sent_s) for r, end in zip(turns, ends, strict=True))
+        first, last = spans.get(session, (turns[0].sent_s, turns[-1].done_s))
+        spans[session] = (min(first, turns[0].sent_s), max(last, turns[-1].done_s))
+    return concurrency * area / sum(last - first for first, last in spans.values())

@@ -1,0 +1,155 @@
+"""From a live run to what the simulator plays: the pages that were really sent, and when everything happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from agentserve.runtime.policy_journal import JournalEvent
+from radix_cache.features import Stop
+from radix_cache.simulator import FlowSpec, TurnSpec, Workload, WorkloadBuilder
+from radix_cache.simulator.layout import Records
+from radix_cache.simulator.recorded import ARRIVE, END, EVENT, FINISH, START
+from traces.model import MAIN_FLOW
+from traces.replay.clients.base import Tokens, conversation_name
+from traces.replay.rebuild import Sent
+from traces.replay.record import RunEvent
+
+STOPS = {"tool_use": Stop.TOOL, "end_turn": Stop.TURN, "": Stop.UNKNOWN}
+
+
+class Played(NamedTuple):
+    """A run as the simulator takes it. Requests are numbered by session, flow and turn."""
+
+    workload: Workload
+    sent: list[Sent]  # by request
+    events: Records  # recorded.EVENT
+    held_pages: npt.NDArray[np.int64]  # by request
+
+
+class _Pages:
+    """Numbers for pages of tokens: equal chains of pages have equal numbers."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._numbers: dict[tuple[int, bytes], int] = {}
+
+    def of(self, tokens: Tokens) -> npt.NDArray[np.int64]:
+        """Ids of the full pages of a sequence."""
+        parent = -1
+        ids = []
+        for at in range(0, len(tokens) // self._size * self._size, self._size):
+            page = (parent, tokens[at : at + self._size].tobytes())
+            parent = self._numbers.setdefault(page, len(self._numbers))
+            ids.append(parent)
+        return np.array(ids, dtype=np.int64)
+
+
+def played_run(
+    sent: Sequence[Sent],
+    events: Iterable[RunEvent],
+    page_size: int,
+    *,
+    told: bool,
+    journal: Iterable[JournalEvent] | None = None,
+    lookahead: int = 1,
+) -> Played:
+    """Bring a run into the simulator's form.
+
+    Args:
+        sent: the requests of the run.
+        events: its events; ``ended`` ones end flows.
+        page_size: of the server, in tokens.
+        told: whether the server was told stop reasons.
+        journal: what the server's policies wrote down: its own times then count, else the client's, where a request
+            starts when it is sent.
+        lookahead: tokens that the server makes room for beyond the last one whose KV stays; 1 with SGLang's overlap
+            schedule, which is a step ahead.
+
+    Raises:
+        ValueError: the journal misses a request of the run.
+    """
+    pages = _Pages(page_size)
+    flows: dict[str, dict[str, list[Sent]]] = {}
+    for one in sorted(sent, key=lambda s: s.record.turn):
+        of_session = flows.setdefault(one.record.session, {MAIN_FLOW: []})
+        of_session.setdefault(one.record.flow, []).append(one)
+    builder = WorkloadBuilder(page_size, global_ids=True)
+    by_request: list[Sent] = []
+    flow_numbers: dict[tuple[str, str], int] = {}
+    for session, named in flows.items():
+        specs = []
+        for name, turns in named.items():
+            if turns:
+                flow_numbers[session, name] = len(flow_numbers)
+                specs.append(FlowSpec([_turn(one, pages, page_size, told) for one in turns]))
+                by_request += turns
+        builder.add(session, specs)
+    return Played(
+        builder.build(),
+        by_request,
+        _events(by_request, events, flow_numbers)
+        if journal is None
+        else _own_events(by_request, journal, flow_numbers),
+        np.array([_held_pages(one, page_size, lookahead) for one in by_request], dtype=np.int64),
+    )
+
+
+def _turn(one: Sent, pages: _Pages, page_size: int, told: bool) -> TurnSpec:
+    # The last generated token's KV is never computed.
+    ids = pages.of(np.concatenate((one.prompt, one.output[:-1])))
+    full = len(one.prompt) // page_size
+    stop = STOPS[one.record.recorded_stop] if told else Stop.UNKNOWN
+    return TurnSpec(len(one.prompt), len(one.output), ids[:full], ids[full:], stop=stop)
+
+
+def _held_pages(one: Sent, page_size: int, lookahead: int) -> int:
+    """SGLang 0.5.23 frees a page more than a step takes, whatever it takes (``mem_cache/allocation.py``)."""
+    tokens = len(one.prompt) + max(len(one.output) - 2 + lookahead, 0)
+    return -(-tokens // page_size) + 1
+
+
+def _events(sent: Sequence[Sent], events: Iterable[RunEvent], flows: dict[tuple[str, str], int]) -> Records:
+    rows = []
+    for number, one in enumerate(sent):
+        rows += [(one.record.sent_s, ARRIVE, number), (one.record.sent_s, START, number)]
+        rows.append((one.record.done_s, FINISH, number))
+    for event in events:
+        if event.kind == "ended":
+            over = [n for (s, f), n in flows.items() if s == event.session and event.flow in (None, f)]
+            rows += [(event.at_s, END, flow) for flow in over]
+    return np.array(rows, dtype=EVENT)
+
+
+def _own_events(sent: Sequence[Sent], journal: Iterable[JournalEvent], flows: dict[tuple[str, str], int]) -> Records:
+    """The server's events: the n-th arrival of a conversation is its n-th request, and so on."""
+    kinds = {"arrive": ARRIVE, "start": START, "finish": FINISH}
+    number_of = {conversation_name(*key): number for key, number in flows.items()}
+    requests: dict[str, list[int]] = {}
+    for number, one in enumerate(sent):
+        requests.setdefault(conversation_name(one.record.session, one.record.flow), []).append(number)
+    seen: Counter[tuple[str, str]] = Counter()
+    rows = []
+    for event in journal:
+        flow = number_of.get(event.conversation)
+        if flow is None or event.kind == "evict":
+            continue  # a health check, or a conversation of an earlier run
+        if event.kind == "end":
+            rows.append((event.at_s, END, flow))
+            continue
+        place = seen[event.kind, event.conversation]
+        seen[event.kind, event.conversation] += 1
+        if place < len(requests[event.conversation]):
+            rows.append((event.at_s, kinds[event.kind], requests[event.conversation][place]))
+    for name, numbers in requests.items():
+        for kind in kinds:
+            if seen[kind, name] != len(numbers):
+                raise ValueError(
+                    f"the journal has {seen[kind, name]} events {kind!r} of {name}, the run {len(numbers)} requests; "
+                    "a journal must be of one run, from its start to its end"
+                )
+    return np.array(rows, dtype=EVENT)

@@ -1,0 +1,168 @@
+"""Our live cache as SGLang builds it, driven by recorded events: no scheduler, no model, no server.
+
+What a request does to the cache is done in the order in which SGLang 0.5.23 does it: match and lock, make room for
+what is missing and a page more, insert the prompt, and at the end insert prompt and answer, split where the prompt
+ends, unlock. It takes milliseconds where a server takes seconds, and it is the live code that decides.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agentserve.runtime import torchvision_operators
+
+torchvision_operators.declare()
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
+
+from agentserve.runtime import sglang_radix_cache  # noqa: E402
+from agentserve.runtime.policy_settings import BACKEND, PolicySettings  # noqa: E402
+from agentserve.runtime.sglang_policy_tree import PolicyFullComponent  # noqa: E402
+from radix_cache.features import Stop  # noqa: E402
+
+
+class _Slots:
+    """Token slots as an allocator hands them out."""
+
+    device = "cpu"
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self.size, self.page_size = size, page_size
+        self._unused = list(range(size))
+
+    def available_size(self) -> int:
+        return len(self._unused)
+
+    def take(self, tokens: int) -> torch.Tensor:
+        assert tokens <= len(self._unused)
+        taken = self._unused[len(self._unused) - tokens :]
+        del self._unused[len(self._unused) - tokens :]
+        return torch.tensor(taken, dtype=torch.int64)
+
+    def free(self, slots: torch.Tensor) -> None:
+        self._unused += slots.tolist()
+
+    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
+        self.free(slots)
+
+    def mamba_full_cache_donor(self) -> None:
+        """This pool holds nothing but full KV."""
+
+
+class _Request:
+    """The part of SGLang's request that the cache reads, and what the driver keeps beside it."""
+
+    extra_key = cache_salt = session = None
+
+    def __init__(self, rid: str, prompt: Sequence[int], session_id: str | None) -> None:
+        self.rid, self.origin_input_ids, self.session_id = rid, array("q", prompt), session_id
+        self.lock: Any = None
+        self.slots = torch.empty(0, dtype=torch.int64)  # KV of prompt and answer, in whole pages
+
+
+class CacheDriver:
+    """One live cache.
+
+    Args:
+        eviction: policy as ``radix_cache.eviction`` names it.
+        capacity: tokens.
+        page_size: tokens.
+        truncate: whether the last victim loses only what is needed.
+    """
+
+    def __init__(self, eviction: str, capacity: int, page_size: int, *, truncate: bool = True) -> None:
+        settings = PolicySettings(eviction, "none", truncate)
+        sglang_radix_cache.register_backend(settings)
+        self._page = page_size
+        self._slots = _Slots(capacity // page_size * page_size, page_size)
+        self.cache: Any = sglang_radix_cache.cache_class(settings)(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=self._slots,
+                page_size=page_size,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend=BACKEND,
+                component_registry_override={ComponentType.FULL: PolicyFullComponent},
+            )
+        )
+        self._running: dict[str, _Request] = {}
+
+    def arrive(self, rid: str, prompt: Sequence[int], session_id: str | None, now: float) -> None:
+        """A request is in the queue."""
+        self.cache.tick(now)
+        request = self._running[rid] = _Request(rid, prompt, session_id)
+        self.cache.flow_of(request)
+
+    def start(self, rid: str, now: float, held_pages: int) -> int | None:
+        """Begin a request that needs ``held_pages`` while it runs.
+
+        Returns:
+            The prompt tokens that hit; None where too little can be evicted beside what runs. Such a request leaves
+            nothing in the cache.
+        """
+        self.cache.tick(now)
+        request = self._running[rid]
+        prompt = request.origin_input_ids
+        found = self.cache.match_prefix(MatchPrefixParams(key=self._key(prompt[:-1]), req=request))
+        request.lock = self.cache.lock(found.last_device_node)
+        hit = int(found.device_prefix_len)
+        missing = held_pages * self._page - hit
+        short = missing - self._slots.available_size()
+        if short > self.cache.tree_core.full_evictable_size():
+            self.cache.unlock(request.lock)
+            request.lock = None
+            return None
+        if short > 0:
+            self.cache.evict_for_alloc(EvictParams(num_tokens=short))
+        request.slots = torch.cat([self.cache.path_device_indices(found.last_device_node), self._slots.take(missing)])
+        self._insert(request, prompt, hit)
+        return hit
+
+    def finish(self, rid: str, answer: Sequence[int], stop: Stop, now: float) -> None:
+        """End a request: what it computed of ``answer`` stays, what it held besides is free."""
+        self.cache.tick(now)
+        request = self._running.pop(rid)
+        prompt = request.origin_input_ids
+        tokens = prompt + array("q", answer[:-1])
+        kept = len(tokens) // self._page * self._page
+        flow = self.cache.flow_of(request)
+        self.cache.table.finish(flow, rid, stop, len(prompt) + len(answer), now)
+        if request.lock is None:
+            return
+        self._insert(request, tokens, len(prompt) // self._page * self._page)
+        self._slots.free(request.slots[kept:])
+        self.cache.unlock(request.lock)
+
+    def end(self, name: str, now: float) -> None:
+        """A session or flow is over."""
+        self.cache.tick(now)
+        self.cache.end_session(name)
+
+    def _key(self, tokens: Sequence[int]) -> Any:
+        return RadixKey(array("q", tokens), None).page_aligned(self._page)
+
+    def _insert(self, request: _Request, tokens: Sequence[int], known: int) -> None:
+        """Insert a sequence of which ``known`` tokens are in the tree and locked; the lock moves to its end."""
+        key = self._key(tokens)
+        whole = len(key)
+        if whole == 0:
+            return
+        result = self.cache.insert(InsertParams(key=key, value=request.slots[:whole].clone(), prev_prefix_len=known))
+        prompt = self._key(request.origin_input_ids)
+        if 0 < len(prompt) < whole:
+            self.cache.insert(
+                InsertParams(key=prompt, value=request.slots[: len(prompt)].clone(), prev_prefix_len=len(prompt))
+            )
+        end = result.last_device_node
+        request.slots[:whole] = self.cache.path_device_indices(end)
+        self.cache.unlock(request.lock)
+        request.lock = self.cache.lock(end)
+        self.cache.tree_core.note_path(self.cache.flow_of(request), end)
