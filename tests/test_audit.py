@@ -319,6 +319,9 @@ def test_text_that_is_no_metrics_names_its_source(stand_in: tuple[str, dict[str,
     result = CliRunner().invoke(command, [url, "--since", str(faulty)])
     assert result.exit_code == 1
     assert f"{faulty}: not in the Prometheus text format" in result.stderr
+    assert "pass --recipe too" in CliRunner().invoke(command, [url, "--set", "tp=2"]).stderr
+    missing = ["--recipe", "tiny-cpu", "--set", "eagle3.draft=/no/draft"]
+    assert "'/no/draft' does not exist" in CliRunner().invoke(command, [url, *missing]).stderr
     pages["/server_info"] = b"[]"
     assert "a JSON object was expected" in CliRunner().invoke(command, [url]).stderr
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,16 @@ import click
 import httpx
 import orjson
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from agentserve.audit import AuditRow, Metrics, audit_rows
+from agentserve.audit import Metrics, audit_rows
 from agentserve.audit.facts import Device
+from agentserve.audit.show import audit_table
 from agentserve.launch.facts import CheckpointError, CheckpointFacts, read_facts, resolve_model
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.recipe import RecipeError, find_recipe, load_recipe, parse_set
 from agentserve.shapes.model import ShapeError
 from agentserve.shapes.published import HUB_PREFIX, M3_CONFIG
 from offload.state import StateError
-
-_COLOURS = {"runs": "green", "off": "dim", "not eligible": "yellow", "not executed": "red", "not proven": "yellow"}
 
 
 class AuditError(click.ClickException):
@@ -55,37 +52,14 @@ def command(
         environment, device, model = _launched(recipe_name, sets)
         config = _config(model or str(info.get("model_path", "")))
         rows = audit_rows(info, metrics, config=config, environment=environment, device=device)
-    except (RecipeError, PlanError, CheckpointError, ShapeError, StateError) as error:
+    except CheckpointError as error:
+        raise AuditError(f"{error}; {error.fix}") from None
+    except (RecipeError, PlanError, ShapeError, StateError) as error:
         raise AuditError(str(error)) from None
     if as_json:
         click.echo(orjson.dumps([row.as_dict() for row in rows], option=orjson.OPT_INDENT_2).decode())
     else:
         Console(highlight=False).print(audit_table(rows))
-
-
-def audit_table(rows: Iterable[AuditRow]) -> Table:
-    """The audit as a table: a path a row, and under each answer what it rests on."""
-    table = Table(title="Fast paths: configured, eligible, executed", title_justify="left", show_lines=True)
-    for title in ("path", "configured", "eligible", "executed", "verdict"):
-        table.add_column(title)
-    for row in rows:
-        executed = "-" if row.executed is None else f"{row.executed:,.0f}"
-        table.add_row(
-            row.path,
-            _cell(_word(row.configured), row.setting),
-            _cell(_word(row.eligible), row.condition),
-            _cell(executed, row.counter),
-            f"[{_COLOURS[row.verdict]}]{row.verdict}[/]",
-        )
-    return table
-
-
-def _cell(answer: str, reason: str) -> str:
-    return f"[bold]{answer}[/] [dim]{escape(reason)}[/]"
-
-
-def _word(answer: bool | None) -> str:
-    return "?" if answer is None else "yes" if answer else "no"
 
 
 def _ask(url: str, api_key: str | None) -> tuple[dict[str, Any], str]:
