@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ torchvision_operators.declare()
 
 from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool  # noqa: E402
 
+from agentserve.launch.facts import CheckpointFacts  # noqa: E402
+from agentserve.launch.plan import index_sources  # noqa: E402
+from agentserve.launch.preflight import check_index_reuse  # noqa: E402
 from agentserve.launch.recipe import Recipe  # noqa: E402
 from agentserve.runtime import sglang_plugin  # noqa: E402
 from agentserve.runtime.index_reuse import (  # noqa: E402
@@ -264,6 +268,18 @@ def test_rocm_gets_sglangs_own_switch() -> None:
     assert REUSE_VARIABLE not in made.env
     with pytest.raises(ValueError, match="freq:N"):
         Recipe.model_validate({"model": "m", "device": "rocm", "index_reuse": "layers:3,7"})
+
+
+def test_preflight_compares_the_setting_with_the_checkpoint() -> None:
+    facts = CheckpointFacts(Path("m"), M3, (), (), 0)
+    fits = Recipe.model_validate({"model": "m", "device": "cuda", "index_reuse": "freq:4"})
+    assert list(check_index_reuse(fits, facts)) == []
+    assert index_sources(fits, facts) == tuple(range(3, 60, 4))
+    (finding,) = check_index_reuse(fits.model_copy(update={"index_reuse": "layers:3,99"}), facts)
+    assert finding.level == "error"
+    assert "layer 99 chooses no blocks" in finding.what
+    own = Recipe.model_validate({"model": "m", "device": "rocm", "index_reuse": "freq:4"})
+    assert index_sources(own, facts) is None, "SGLang's own sharing leaves every layer its index keys"
 
 
 # --- the seams
