@@ -188,6 +188,10 @@ def test_graphs_are_counted_against_all_passes() -> None:
     assert (rows["CUDA graph, decode"].executed, rows["CUDA graph, decode"].verdict) == (9, "runs")
     assert "of 10 decode passes" in rows["CUDA graph, decode"].counter
     assert rows["CUDA graph, prefill"].verdict == "not executed"
+    # What a recorded run keeps of the server's arguments.
+    recorded = audit({"device": "cuda", "disable_prefill_cuda_graph": True}, text)
+    assert recorded["CUDA graph, decode"].verdict == "runs"
+    assert recorded["CUDA graph, prefill"].verdict == "off"
 
 
 def test_offload_needs_its_daemon_and_its_tokens() -> None:

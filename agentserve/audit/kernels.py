@@ -60,15 +60,21 @@ def _graph(facts: Facts, metrics: Metrics, phase: str) -> AuditRow:
     settings = (facts.arg("cuda_graph_config") or {}).get(phase) or {}
     backend = settings.get("backend")
     configured = None if backend is None else backend != "disabled"
+    setting = f"cuda_graph_config.{phase}.backend is {backend}"
+    if backend is None:  # a recorded run keeps plain arguments only
+        switches = ("disable_cuda_graph", f"disable_{phase}_cuda_graph")
+        off = [name for name in switches if facts.arg(name, False)]
+        configured, setting = (False, off[0]) if off else (None, f"cuda_graph_config.{phase}.backend is not known")
     unit = "sequences" if phase == "decode" else "tokens"
     eligible = False if facts.device == "cpu" else True if settings.get("max_bs") else None
-    condition = "a GPU, this is a CPU" if facts.device == "cpu" else f"batches up to {settings.get('max_bs')} {unit}"
+    limit = settings.get("max_bs", "the largest captured size, in")
+    condition = "a GPU, this is a CPU" if facts.device == "cpu" else f"batches up to {limit} {unit}"
     with_graph = metrics.count(GRAPH_PASSES, mode=f"{phase}_cuda_graph")
     passes = with_graph + metrics.count(GRAPH_PASSES, mode=f"{phase}_none")
     return AuditRow(
         f"CUDA graph, {phase}",
         configured,
-        f"cuda_graph_config.{phase}.backend is {backend}",
+        setting,
         eligible,
         condition,
         with_graph,
