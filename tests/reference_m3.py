@@ -6,6 +6,7 @@ An implementation that shares no code with SGLang, run in float32 with eager att
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ class ReferenceM3:
         if missing or unexpected:
             raise ValueError(f"{folder}: missing {missing[:3]}, unexpected {unexpected[:3]}")
         self.model = model.eval()
+
+    def share_selections(self, source_of: Mapping[int, int]) -> None:
+        """From now on a layer uses the block selection of ``source_of[layer]``, an earlier layer or itself.
+
+        Written from what sharing means, with transformers' own indexer and mask: a reuser's indexer is not run, and
+        its mask is built from what the source's indexer last returned.
+        """
+        chosen: dict[int, torch.Tensor] = {}
+        for layer, source in source_of.items():
+            indexer = self.model.model.layers[layer].self_attn.indexer
+            if layer == source:
+                indexer.register_forward_hook(lambda _, __, blocks, layer=layer: chosen.update({layer: blocks}))
+            else:
+                indexer.forward = lambda *_, source=source, **__: chosen[source]
 
     @torch.no_grad()
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from agentserve.runtime import torchvision_operators
 from tests.conftest import PREFILL_CHUNK, TinyServer
+from tests.parity import MARGIN, TOLERANCE, ClosestChoice, difference
 
 torchvision_operators.declare()
 
@@ -26,33 +26,11 @@ from tests.reference_m3 import ReferenceM3  # noqa: E402
 
 pytestmark = pytest.mark.server
 
-TOLERANCE = 1e-4
-MARGIN = 3e-6  # of the largest score of the same row; the two programs' scores differ by about 1e-6 of it
 PROMPTS = 20  # at least so many must remain
 # Seeds whose prompts passed when they were looked for (0..44 tried), so that a test run need not search.
 SEEDS = (0, 3, 6, 9, 12, 15, 18, 24, 1, 4, 7, 10, 13, 16, 22, 25, 28, 34, 2, 5, 17, 23, 29, 38, 44)
 NEW_TOKENS = 8
 CHOICE_BEGINS = 4 * 128  # topk_blocks * block_size of the tiny M3: longer contexts have blocks to leave out
-
-
-class ClosestChoice(TorchFunctionMode):
-    """Smallest gap between the last chosen and the first rejected score of any top-k call, relative to the row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.margin = float("inf")
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in (torch.topk, torch.Tensor.topk):
-            scores, k = args[0], args[1]
-            if k < scores.shape[-1]:
-                best = torch.sort(scores, dim=-1, descending=True).values
-                size = scores.abs().masked_fill(~torch.isfinite(scores), 0).amax(dim=-1)
-                gap = (best[..., k - 1] - best[..., k]) / size
-                gap = gap[torch.isfinite(gap)]
-                if gap.numel():
-                    self.margin = min(self.margin, float(gap.min()))
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -96,25 +74,13 @@ def _meta(server: TinyServer, ids: list[int], **options: Any) -> Any:
     return server.generate(ids, NEW_TOKENS, return_logprob=True, **options)["meta_info"]
 
 
-def _difference(entries: list[Any], logprobs: torch.Tensor, first_position: int) -> float:
-    """Largest deviation of reported ``[logprob, token, _]`` entries; entry i is the token at first_position + i."""
-    return max(
-        (
-            abs(entry[0] - logprobs[first_position + i - 1, entry[1]].item())
-            for i, entry in enumerate(entries)
-            if entry[0] is not None
-        ),
-        default=0.0,
-    )
-
-
 def _cached_differences(server: TinyServer, prompt: Prompt) -> tuple[float, int]:
     """Repeat a prompt so that its full pages hit; deviation of the recomputed tail and the output, and the hit."""
     page = server.page_size
     expected = (len(prompt.ids) - 1) // page * page
     meta = _meta(server, prompt.ids, logprob_start_len=expected)
-    tail = _difference(meta["input_token_logprobs"][1:], prompt.logprobs, expected + 1)
-    output = _difference(meta["output_token_logprobs"], prompt.logprobs, len(prompt.ids))
+    tail = difference(meta["input_token_logprobs"][1:], prompt.logprobs, expected + 1)
+    output = difference(meta["output_token_logprobs"], prompt.logprobs, len(prompt.ids))
     assert meta["cached_tokens"] == expected
     return max(tail, output), expected
 
@@ -125,8 +91,8 @@ def test_cold_prefill_chunked_prefill_and_decode(tiny_server: TinyServer, prompt
         meta = _meta(tiny_server, prompt.ids, logprob_start_len=0)
         assert meta["cached_tokens"] == 0
         assert len(meta["input_token_logprobs"]) == len(prompt.ids)
-        assert _difference(meta["input_token_logprobs"], prompt.logprobs, 0) < TOLERANCE
-        assert _difference(meta["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) < TOLERANCE
+        assert difference(meta["input_token_logprobs"], prompt.logprobs, 0) < TOLERANCE
+        assert difference(meta["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) < TOLERANCE
 
 
 def test_cached_prefix(tiny_server: TinyServer, prompts: list[Prompt]) -> None:
@@ -134,8 +100,8 @@ def test_cached_prefix(tiny_server: TinyServer, prompts: list[Prompt]) -> None:
     for prompt in prompts:
         tiny_server.flush()
         tiny_server.generate(prompt.ids, 1)
-        difference, hit = _cached_differences(tiny_server, prompt)
-        assert difference < TOLERANCE
+        deviation, hit = _cached_differences(tiny_server, prompt)
+        assert deviation < TOLERANCE
         hits += hit
     assert hits > 0
 
@@ -191,7 +157,7 @@ def test_the_comparison_sees_a_broken_model(
     meta = _meta(tiny_server, prompt.ids, logprob_start_len=0)
     with broken():
         wrong = reference.logprobs(prompt.ids + prompt.output)
-    assert _difference(meta["input_token_logprobs"], wrong, 0) > 100 * TOLERANCE
+    assert difference(meta["input_token_logprobs"], wrong, 0) > 100 * TOLERANCE
 
 
 def test_the_comparison_sees_a_wrong_cached_prefix(
@@ -204,4 +170,4 @@ def test_the_comparison_sees_a_wrong_cached_prefix(
     tiny_server.generate(other, 1)
     meta = _meta(tiny_server, other)
     assert meta["cached_tokens"] > 0
-    assert _difference(meta["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) > 100 * TOLERANCE
+    assert difference(meta["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) > 100 * TOLERANCE
