@@ -115,6 +115,7 @@ def start(c: Cache, request: int) -> bool:
         supersede(c, flow.last_end, r.end)
     discard(c.order, frontier)
     f.pins += 1
+    cut(c, frontier)  # a server splits the node when it matches: only then does it evict
     if not evict(c, need - (s.capacity - s.used - s.reserved)):
         s.broken = 1
     # Evicted pages may have gone to the host, and the host may have dropped some: match there only now.
@@ -123,7 +124,6 @@ def start(c: Cache, request: int) -> bool:
         host = host_match(c, r.cap, frontier)
     if hit > 0:
         f.hits += 1.0
-    cut(c, frontier)
     f.pins -= 1
     inserted = insert(c, r.end, r.flow, request)
     end = c.nodes[r.end]
