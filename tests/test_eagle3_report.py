@@ -33,10 +33,10 @@ def test_length_and_positions_are_those_of_the_steps(seed: int) -> None:
 
 def test_the_gauge_tells_synthetic_from_real() -> None:
     server = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
-    wanted = Speculation(algorithm="EAGLE3", drafts=3, mode="synthetic", length=2.78)
+    wanted = Speculation(algorithm="EAGLE3", drafts=3, mode="synthetic", length=2.78, keys="token")
     assert speculation_of(server, "# HELP agentserve_speculation Drafts\n" + GAUGE) == wanted
     real = GAUGE.replace("synthetic", "real").replace("2.78", "")
-    assert speculation_of(server, real) == Speculation(algorithm="EAGLE3", drafts=3, mode="real")
+    assert speculation_of(server, real) == Speculation(algorithm="EAGLE3", drafts=3, mode="real", keys="token")
     # a server that agentserve did not launch: its acceptance may be synthetic
     assert speculation_of(server, "") == Speculation(algorithm="EAGLE3", drafts=3, mode="unknown")
     assert speculation_of({"speculative_algorithm": None}, GAUGE) is None
@@ -92,3 +92,12 @@ def test_counters_by_position() -> None:
     assert found == [3, 2, 1]
     assert value("agentserve_speculation", mode="synthetic", length="2.5", keys="token") == 3
     SpeculationCounters(SpeculationSettings(), 3, enabled=False).verified([1, 2])
+
+
+def test_what_pair_keys_must_lose() -> None:
+    from eval.bench.eagle3_hits import pair_key_loss
+
+    # ends on a page: one page; inside a page: nothing; the whole prompt again: only pages below its last token count
+    lost = {256: 128, 300: 0, 384: 0, 0: 0}
+    for prefix, tokens in lost.items():
+        assert pair_key_loss([record("a", 0, 384, lcp=prefix)], 128) == tokens

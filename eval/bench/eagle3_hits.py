@@ -29,7 +29,7 @@ from traces.replay.run import replay
 
 PAGE = 128
 # Blocks of 64 tokens, as recorded traces have: every other common prefix ends on a page.
-TRACE = "generated:preset=tiny,sessions=8,seed=3,block_size=64"
+TRACE = "generated:preset=tiny,sessions=5,seed=3,block_size=64"
 Key = tuple[str, str, int]
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=131_072, help="tokens; ample")
     parser.add_argument("--tight", type=int, default=8_192, help="tokens; 0 leaves the second round out")
     parser.add_argument("--concurrency", type=int, default=1, help="1: all servers see one order of requests")
-    parser.add_argument("--max-output", type=int, default=16)
+    parser.add_argument("--max-output", type=int, default=4)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="eagle3-hits-") as name:
         folder = Path(name)

@@ -1,11 +1,14 @@
-"""What the EAGLE3 benchmark puts into SGLang's processes beside the target's random weights: the draft's norms.
+"""What the EAGLE3 benchmark puts into SGLang's processes beside the target's random weights.
 
 ``index_reuse_weights`` fills norms with 0, which is 1 for M3's norms and nothing for a Llama's: every draft would be
-token 0, all rows of a verification would go to the same experts, and speculation would look faster than it is.
+token 0, all rows of a verification would go to the same experts, and speculation would look faster than it is. And
+where CUTLASS's Python package is missing, the draft's gate and up projection run as the ordinary product instead of
+SGLang's fused kernel for few tokens, which makes a draft slower, never faster.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -16,6 +19,12 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", norms, HookType.AFTER)
+    if importlib.util.find_spec("cutlass") is None:
+        HookRegistry.register("sglang.srt.layers.dual_gemm.DualGemm._select_mode", no_fused_gate, HookType.REPLACE)
+
+
+def no_fused_gate(self: Any, gate_up_proj: Any, hidden_size: int) -> None:
+    """REPLACE ``DualGemm._select_mode``: what it answers on devices that the kernel does not run on."""
 
 
 @torch.no_grad()
