@@ -192,7 +192,9 @@ def endpoint_of(server: ServerInfo) -> str | None:
 
 
 def pair_keys(server: ServerInfo) -> bool:
-    """Whether the server's cache is keyed by pairs of tokens (``TreeCore.is_eagle``)."""
+    """Whether the server's cache is keyed by pairs of tokens, as SGLang's own is with EAGLE (``TreeCore.is_eagle``)."""
+    if server.speculation is not None and server.speculation.keys is not None:
+        return server.speculation.keys == "pair"
     return str(server.args.get("speculative_algorithm") or "").upper() in PAIR_ALGORITHMS
 
 

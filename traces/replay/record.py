@@ -36,6 +36,7 @@ class Speculation(_Model):
     # only times mean anything. unknown: the server does not say, as one that agentserve did not launch.
     mode: Literal["real", "synthetic", "unknown"] = "unknown"
     length: float | None = None  # synthetic tokens per step
+    keys: Literal["token", "pair"] | None = None  # of the radix tree; None: the server does not say
 
 
 class ServerInfo(_Model):

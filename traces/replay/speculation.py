@@ -31,5 +31,6 @@ def speculation_of(server: Mapping[str, Any], metrics: str) -> Speculation | Non
             "drafts": server.get("speculative_num_steps"),
             "mode": labels.get("mode", "unknown"),
             "length": float(labels["length"]) if labels.get("length") else None,
+            "keys": labels.get("keys"),
         }
     )
