@@ -91,7 +91,16 @@ def tokens_of(seed: int, count: int) -> list[int]:
 class Lab:
     """One engine's memory with its connection to a daemon."""
 
-    def __init__(self, settings: OffloadSettings, checkpoint: Path, *, size: int = 8192, seed: int | None = 1) -> None:
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        checkpoint: Path,
+        *,
+        size: int = 8192,
+        seed: int | None = 1,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
         apply_hooks()
         os.environ.update(settings.environment())
         self.pool = m3_pool(size, seed=seed)
@@ -105,6 +114,7 @@ class Lab:
             page_size=PAGE,
             tree_components=(ComponentType.FULL,),
             tree_core_backend="python",
+            tp_cache_group=torch.distributed.group.WORLD if tp_size > 1 else None,
         )
         from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache
 
@@ -116,7 +126,12 @@ class Lab:
             hf_config=SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"]),
         )
         self.cache: Any = lmcache_unified_radix_cache.LMCacheUnifiedRadixCache(
-            params, model_config=model, tp_size=1, tp_rank=0, lmcache_config_file=None, forward_stream=None
+            params,
+            model_config=model,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            lmcache_config_file=None,
+            forward_stream=None,
         )
         self.connector: Any = self.cache.lmcache_connector
 

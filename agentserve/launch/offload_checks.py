@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from agentserve.launch import host
 from agentserve.launch.facts import CheckpointFacts
@@ -40,6 +41,12 @@ def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int)
         problem = host.port_problem("127.0.0.1", port)
         if problem is not None:
             yield Finding("error", f"offload.{field}: {problem}", f"set offload.{field} to a free port")
+    if offload.l2 is not None and offload.redis_client == "valkey" and find_spec("glide_sync") is None:
+        yield Finding(
+            "error",
+            "offload.redis_client valkey needs the package valkey-glide-sync, which is not installed",
+            "pip install valkey-glide-sync, or set offload.redis_client to resp, which does not reconnect",
+        )
     if offload.memory_gb * 1e9 > available:
         yield Finding(
             "error",
