@@ -61,7 +61,7 @@ def difference(answers: list[dict[str, Any]]) -> float:
     runs = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
     if any([step[1] for step in run] != [step[1] for step in runs[0]] for run in runs):
         return float("inf")
-    return max(abs(a[0] - b[0]) for run in runs for a, b in zip(run, runs[0], strict=True))
+    return float(max(abs(a[0] - b[0]) for run in runs for a, b in zip(run, runs[0], strict=True)))
 
 
 def measure(url: str, rounds: int) -> dict[str, Any]:
