@@ -66,7 +66,10 @@ DEFINITIONS: dict[Cause, str] = {
         "One page: with EAGLE the cache is keyed by pairs of tokens, so the last token of a common prefix has no key."
     ),
     Cause.IN_FLIGHT: "An earlier request shares these tokens, but had not finished computing them.",
-    Cause.NOT_ADMITTED: "An earlier request with these tokens ended, but the cache never took them.",
+    Cause.NOT_ADMITTED: (
+        "An earlier request with these tokens ended, but the cache never took them; or this request itself was larger"
+        " than the cache."
+    ),
     Cause.EVICTED: "They were in the cache and had been evicted when the request looked for them.",
     Cause.OFFLOAD_LOST: "They had been evicted to the offload tier and were dropped there.",
     Cause.NOT_RESTORED: "They were in the offload tier, but the request did not get them: refused, or too late.",

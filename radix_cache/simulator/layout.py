@@ -154,6 +154,8 @@ CACHE_STATE = np.dtype(
         ("host_dropped", "i8"),
         ("inserted", "i8"),
         ("rebuilds", "i8"),  # rows of ranks computed anew
+        ("cause", "i8"),  # request that makes room
+        ("logged", "i8"),  # entries that the log has or lacked room for
         ("broken", "i8"),  # an invariant failed: the run is void
     ],
     align=True,
@@ -193,3 +195,4 @@ class Cache(NamedTuple):
     next_offset: npt.NDArray[np.int64]
     elapsed: Floats  # request -> seconds from its flow's first start to its own, when nothing waits
     expected: Floats  # request -> start in the known order, seconds
+    log: Records  # of evictions (``radix_cache.simulator.evictions``); without room: off

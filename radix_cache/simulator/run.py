@@ -14,6 +14,7 @@ import numpy.typing as npt
 from radix_cache.admission import admission_policy
 from radix_cache.eviction import EvictionPolicy, eviction_policy
 from radix_cache.gaps import AGE_EDGES, GAP_ROWS, RANK_ROWS, GapTable, new_counts
+from radix_cache.simulator.evictions import empty_log
 from radix_cache.simulator.jit import compiled_admission, compiled_eviction
 from radix_cache.simulator.layout import (
     CACHE_STATE,
@@ -90,6 +91,7 @@ class Outcome:
     evictions: int
     rank_rebuilds: int
     fates: Records  # one FATE record a request
+    log: Records  # what left the cache, see ``evictions``; empty where it was not asked for
 
     @property
     def rate(self) -> float:
@@ -113,6 +115,7 @@ def simulate(
     *,
     reference: Outcome | None = None,
     progress: Callable[[int], None] | None = None,
+    log_evictions: bool = False,
 ) -> Outcome:
     """Play the workload once.
 
@@ -122,16 +125,33 @@ def simulate(
         reference: an earlier outcome with the same order of requests, from which ``belady`` learns the future;
             computed with an unbounded cache when it is needed and not given.
         progress: called with the number of requests handled, now and then.
+        log_evictions: keep what left the cache, and for which request (``Outcome.log``).
 
     Raises:
         ValueError: unknown policy, a capacity below one page, or a setting that makes no sense.
         RuntimeError: an invariant of the simulator failed; the message says to report it.
     """
     _check(setting, workload.page_size)
+    room = 4 * len(workload.requests) if log_evictions else 0
+    while True:
+        outcome, wanted = _simulate(workload, setting, reference, progress, room)
+        if wanted <= room or not log_evictions:
+            return outcome
+        room = wanted  # nothing in a run is random: the second time the log has the room it needs
+
+
+def _simulate(
+    workload: Workload,
+    setting: Setting,
+    reference: Outcome | None,
+    progress: Callable[[int], None] | None,
+    log_room: int,
+) -> tuple[Outcome, int]:
+    """One run, and how much room the log would have needed."""
     policy = eviction_policy(setting.policy)
     host_policy = eviction_policy(setting.host_policy)
     future = _future(workload, setting, policy.offline or host_policy.offline, reference)
-    cache = new_cache(workload, setting.capacity, policy, setting, future)
+    cache = new_cache(workload, setting.capacity, policy, setting, future)._replace(log=empty_log(log_room))
     if setting.write_through and setting.host_capacity:
         host = new_cache(workload, setting.host_capacity, host_policy, setting, future)
     else:
@@ -150,7 +170,7 @@ def simulate(
         progress(len(workload.requests))
     if cache.state[0]["broken"] or host.state[0]["broken"] or (cache.fates["done_stamp"] == 0).any():
         raise RuntimeError(f"the simulator broke an invariant with {setting}; please report it with the trace")
-    return _outcome(workload, setting, cache, loop)
+    return _outcome(workload, setting, cache, loop), int(cache.state[0]["logged"])
 
 
 def _check(setting: Setting, page: int) -> None:
@@ -248,6 +268,7 @@ def new_cache(
         new_counts(),
         np.zeros(GAP_ROWS, dtype=np.int32),
         *future,
+        empty_log(0),
     )
 
 
@@ -308,6 +329,7 @@ def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> 
         evictions=int(s["evictions"]),
         rank_rebuilds=int(s["rebuilds"]),
         fates=fates,
+        log=cache.log[: int(s["logged"])],
     )
 
 

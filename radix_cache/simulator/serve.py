@@ -116,6 +116,7 @@ def start(c: Cache, request: int) -> bool:
     discard(c.order, frontier)
     f.pins += 1
     cut(c, frontier)  # a server splits the node when it matches: only then does it evict
+    s.cause = request
     if not evict(c, need - (s.capacity - s.used - s.reserved)):
         s.broken = 1
     # Evicted pages may have gone to the host, and the host may have dropped some: match there only now.

@@ -13,6 +13,7 @@ A request costs what it changes, not what it reads: a hit of 2,000 pages costs t
 
 from __future__ import annotations
 
+from radix_cache.simulator.evictions import DEVICE, HOST, SPLIT, note
 from radix_cache.simulator.jit import core
 from radix_cache.simulator.layout import NONE, PENDING, ROOT, Cache, Order
 from radix_cache.simulator.order import discard, grow_old, least, put_aged
@@ -150,6 +151,8 @@ def shrink_host(c: Cache) -> None:
         pages = min(n.host, s.host_used - s.host_capacity)
         if s.host_uses_depth != 0:
             pages = worth_taking(c, c.host, victim, n.start + n.resident + n.host, pages)
+        if len(c.log) > 0:
+            note(c, HOST, victim, s.cause, n.start + n.resident + n.host, pages)
         leave_host(c, victim, pages)
         s.host_dropped += pages
         if n.host > 0 and s.host_uses_depth != 0:
@@ -162,6 +165,8 @@ def drop(c: Cache, node: int, pages: int) -> None:
     """Remove the last ``pages`` resident pages of a leaf from the device, into the host tier where there is one."""
     s = c.state[0]
     n = c.nodes[node]
+    if len(c.log) > 0:
+        note(c, DEVICE, node, s.cause, n.start + n.resident, pages)
     n.resident -= pages
     s.used -= pages
     if n.superseded != 0:
@@ -293,6 +298,8 @@ def split_refilled(c: Cache, node: int) -> int:
     above = c.nodes[n.parent]
     if above.joined == node:
         above.joined = head
+    if len(c.log) > 0:
+        note(c, SPLIT, node, head, h.start + h.length, 0)
     n.parent = head
     n.start += n.resident
     n.length -= n.resident
