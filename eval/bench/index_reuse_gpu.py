@@ -1,10 +1,10 @@
-"""What index reuse is worth on a GPU: ``eval/bench/gpu_run.sh eval.bench.index_reuse_gpu`` prints one JSON object.
+"""What index reuse is worth on a GPU: ``bash eval/bench/gpu_run.sh eval.bench.index_reuse_gpu`` prints a JSON object.
 
 Servers of three modes take turns (off, selection shared, selection shared and producers skipped; forth and back), on
-layers of MiniMax-M3's real shapes with random weights. Timed at several context lengths and batch sizes: prefill of a
-cold prompt, and time per output token as the difference between a long and a one-token answer to a cached prompt, so
-that what both pay drops out. Beside the times stand the executed counters of the same servers and, from two more
-servers whose matrix products are the same ones, the equality of greedy tokens and log-probabilities.
+layers of MiniMax-M3's real shapes with random weights. Timed are the prefill of a cold prompt, and the time per output
+token of a cached one while the whole batch decodes. Beside the times stand the executed counters of the same servers.
+``--part equality`` compares greedy tokens and log-probabilities of two servers whose matrix products are the same
+ones, so that skipping the producers must not change a bit.
 
 The extrapolation to the whole model assumes that its 57 sparse layers cost what these five do.
 """
@@ -15,47 +15,28 @@ import argparse
 import json
 import os
 import random
-import statistics
+import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from eval.bench.index_reuse_server import REAL, TINY, BenchServer, Mode
+from eval.bench.index_reuse_summary import compare, summary
 
-SPARSE_LAYERS_OF_M3 = 57
-LAYERS_OF_M3 = 60
-MODES = ("off", "shared", "skipped")
-# Forth and back, so that a drift of the machine meets every mode alike; the two unfused ones are compared, not timed.
-PLAN = (
-    Mode("off"), Mode("shared"), Mode("skipped"), Mode("shared", fused=False), Mode("skipped", fused=False),
-    Mode("shared"), Mode("off"),
-)  # fmt: skip
-# The largest cell takes most of a minute, nearly all of it prefill: only while enough is left for what follows.
-RESERVE_S = {"off": 330, "shared": 250, "skipped": 170}
+# Forth and back (the middle server has two turns), so that a drift of the machine meets every mode alike.
+TIMED = (Mode("off"), Mode("shared"), Mode("skipped"), Mode("shared"), Mode("off"))
+COMPARED = (Mode("shared", fused=False), Mode("skipped", fused=False))
+PARTS = {"time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED)}
+START_S = 17.0  # of a server that has imported everything and waits at its gate
+BATCHES = (1, 8)
 
 
 def prompt(length: int, seed: int, vocabulary: int) -> list[int]:
     """Random tokens; the same for the same length and seed."""
     rng = random.Random(f"{length}/{seed}")
     return [rng.randrange(2, vocabulary) for _ in range(length)]
-
-
-def measure_cell(server: BenchServer, prompts: list[list[int]], new_tokens: int, repeats: int) -> dict[str, Any]:
-    """Times of one batch of prompts, in seconds, and its greedy tokens. What is cached before stays cached."""
-    prefill, first = server.generate(prompts, 1)
-    once, long, answers = [], [], first
-    for _ in range(repeats):
-        once.append(server.generate(prompts, 1)[0])
-        seconds, answers = server.generate(prompts, new_tokens)
-        long.append(seconds)
-    return {
-        "prefill_s": prefill,
-        "per_token_s": (min(long) - min(once)) / (new_tokens - 1),
-        "cached_at_prefill": sum(a["meta_info"]["cached_tokens"] for a in first),
-        "cached_at_decode": sum(a["meta_info"]["cached_tokens"] for a in answers),
-        "tokens": [a["output_ids"] for a in answers],
-    }
 
 
 def check(server: BenchServer, prompts: list[list[int]], new_tokens: int, tail: int) -> dict[str, Any]:
@@ -78,45 +59,37 @@ def check(server: BenchServer, prompts: list[list[int]], new_tokens: int, tail: 
     }
 
 
-def equality(reference: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
-    """How many answers are the same, and after how many tokens the first one that is not parts."""
-    prefixes = [
-        next((i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))
-        for left, right in zip(reference, other, strict=True)
-    ]
-    return {
-        "answers": len(prefixes),
-        "equal": sum(n == len(left) for n, left in zip(prefixes, reference, strict=True)),
-        "shortest_equal_prefix": min(prefixes),
-        "distinct_tokens": len({token for answer in reference for token in answer}),
-    }
-
-
 class Bench:
-    """The plan, in one time budget; what was found is written after every step.
+    """The plan, in one time budget; what was found is written after every server.
 
     Args:
+        plan: servers in order.
         budget_s: seconds for everything. What does not fit is left out and listed.
         out: the JSON file.
     """
 
-    def __init__(self, *, budget_s: float, out: Path, cpu: bool, freq: int) -> None:
-        self._end = time.monotonic() + budget_s
+    def __init__(self, plan: tuple[Mode, ...], *, budget_s: float, out: Path, cpu: bool, freq: int) -> None:
+        self._plan, self._end = plan, time.monotonic() + budget_s
         self._out, self._cpu, self._freq = out, cpu, freq
         self._folder = Path(tempfile.mkdtemp(prefix="index-reuse-"))
-        self._vocabulary = (TINY if cpu else REAL).vocab_size
-        self._lengths = (600, 1200, 2400) if cpu else (8_000, 32_000, 120_000)
-        self._new_tokens, self._repeats = (9, 1) if cpu else (129, 2)
+        self._shape = TINY if cpu else REAL
+        self._lengths = (600, 900, 1400) if cpu else (8_000, 32_000, 120_000)
+        self._new_tokens, self._paces = (33, 2) if cpu else (257, 3)
+        self._turns_left = sum(self._turns(mode) for mode in plan)
         self._started = 0
         self._checks: dict[str, Any] = {}
+        self._cells: dict[str, dict[str, dict[str, Any]]] = {}
         self._known: dict[tuple[int, int], list[int]] = {}
-        self.result: dict[str, Any] = {"freq": freq, "cells": {}, "executed": {}, "log": [], "left_out": []}
+        self.result: dict[str, Any] = {
+            "command": "bash eval/bench/gpu_run.sh eval.bench.index_reuse_gpu " + shlex.join(sys.argv[1:]),
+            "freq": freq, "executed": {}, "log": [], "left_out": [],
+        }  # fmt: skip
 
     def run(self) -> None:
         """Everything; raises what a server raises, with all found so far on disk."""
-        following: BenchServer | None = self._start(PLAN[0])
+        following: BenchServer | None = self._start(self._plan[0])
         try:
-            for place, mode in enumerate(PLAN):
+            for place, mode in enumerate(self._plan):
                 if following is None:
                     self.result["left_out"].append(str(mode))
                     continue
@@ -125,9 +98,10 @@ class Bench:
                     server.open_gate()
                     server.wait_ready(self._left())
                     self._note(f"{mode} ready")
-                    if place + 1 < len(PLAN) and self._left() > 40:
-                        following = self._start(PLAN[place + 1])  # imports meanwhile, and waits at its gate
-                    self._use(server)
+                    rest = len(self._plan) - place - 1
+                    if rest and self._left() > 45:
+                        following = self._start(self._plan[place + 1])  # imports meanwhile, and waits at its gate
+                    self._use(server, rest)
                 finally:
                     server.stop()
                     self._save()
@@ -135,15 +109,61 @@ class Bench:
             if following is not None:
                 following.stop()
 
-    def _use(self, server: BenchServer) -> None:
+    def _turns(self, mode: Mode) -> int:
+        return 0 if not mode.fused else 2 if mode.name == "skipped" else 1
+
+    def _use(self, server: BenchServer, starts_left: int) -> None:
         mode = server.mode
         if not mode.fused:
             self._checks[mode.name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
             return
-        for _ in range(2 if mode.name == "skipped" else 1):
-            self._cells(server)
+        small = self._lengths[0]
+        for count in BATCHES:  # every server loads, and the first compiles, its kernels outside of what is timed
+            server.generate(self._prompts(small + 500, count), 8)
+        for length, count in ((small, 1), (small, 8), (self._lengths[1], 1)):
+            server.flush()
+            server.generate(self._prompts(length, count), 8)
+        for _ in range(self._turns(mode)):
+            slice_s = (self._left() - START_S * starts_left - 6) / self._turns_left
+            self._turn(server, time.monotonic() + slice_s)
+            self._turns_left -= 1
         if mode.name != "off" and mode.name not in self.result["executed"]:
             self.result["executed"][mode.name] = server.executed()
+
+    def _turn(self, server: BenchServer, until: float) -> None:
+        small, middle, long = self._lengths
+        cells = [(small, 1), (middle, 1), (long, 1), (small, 8)]
+        first = not self._cells.get(server.mode.name)
+        # Batches of long prompts take most of their time to prefill, which says nothing that single prompts do not:
+        # the middle length once a mode, the long one not at all.
+        begin = 0.0
+        for length, count in [(middle, 8), *cells] if first else cells:
+            if (length, count) == cells[0]:
+                begin = time.monotonic()
+            self._prefill(server, length, count)
+            for _ in range(self._paces + 2 * ((length, count) == (middle, 8))):
+                seconds, _ = server.pace(self._prompts(length, count), self._new_tokens)
+                self._cell(server, length, count)["per_token_s"].append(seconds)
+            found = self._cell(server, length, count)
+            times = found["prefill_s"][-1], found["per_token_s"][-1] * 1e3
+            self._note(f"{server.mode} {length}x{count}: {times[0]:.3f} s, {times[1]:.3f} ms")
+        more = (time.monotonic() - begin) / 2  # less than half of it was prefill
+        for _ in range(3):
+            if time.monotonic() + more > until:
+                break
+            for length, count in cells:
+                self._prefill(server, length, count)
+
+    def _prefill(self, server: BenchServer, length: int, count: int) -> None:
+        server.flush()
+        seconds, answers = server.generate(self._prompts(length, count), 1)
+        cell = self._cell(server, length, count)
+        cell["prefill_s"].append(seconds)
+        cell["cached_at_prefill"] += sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+
+    def _cell(self, server: BenchServer, length: int, count: int) -> dict[str, Any]:
+        empty = {"prefill_s": [], "per_token_s": [], "cached_at_prefill": 0}
+        return self._cells.setdefault(server.mode.name, {}).setdefault(f"{length}x{count}", empty)
 
     def _start(self, mode: Mode) -> BenchServer:
         self._started += 1
@@ -152,28 +172,8 @@ class Bench:
     def _prompts(self, length: int, count: int) -> list[list[int]]:
         for seed in range(count):
             if (length, seed) not in self._known:
-                self._known[length, seed] = prompt(length, seed, self._vocabulary)
+                self._known[length, seed] = prompt(length, seed, self._shape.vocab_size)
         return [self._known[length, seed] for seed in range(count)]
-
-    def _cells(self, server: BenchServer) -> None:
-        mode = server.mode.name
-        first = not self.result["cells"].get(mode)
-        if first:  # compile every kernel outside of what is timed
-            for count in (1, 8):
-                server.generate(self._prompts(self._lengths[0] + 500, count), 8)
-        long = self._lengths[-1]
-        cells = [(length, count) for count in (8, 1) for length in self._lengths if (length, count) != (long, 8)]
-        if first:
-            cells.append((long, 8))  # behind its first prompt alone, which stays cached
-        for length, count in cells:
-            if self._left() < (RESERVE_S[mode] if (length, count) == (long, 8) else 15):
-                self.result["left_out"].append(f"{mode} {length}x{count}")
-                continue
-            if (length, count) != (long, 8):
-                server.flush()
-            found = measure_cell(server, self._prompts(length, count), self._new_tokens, self._repeats)
-            self.result["cells"].setdefault(mode, {}).setdefault(f"{length}x{count}", []).append(found)
-            self._note(f"{mode} {length}x{count}: {found['prefill_s']:.3f} s, {found['per_token_s'] * 1e3:.3f} ms")
 
     def _left(self) -> float:
         return self._end - time.monotonic()
@@ -183,72 +183,26 @@ class Bench:
         print(self.result["log"][-1], flush=True)
 
     def _save(self) -> None:
-        cells = summary(self.result["cells"], self._freq)
-        report = {**self.result, "cells": cells, "equality": compare(self._checks)}
-        self._out.write_text(json.dumps(report, indent=1))
-
-
-def compare(checks: dict[str, Any]) -> dict[str, Any]:
-    """Shared against shared and skipped; empty until both were checked."""
-    if not {"shared", "skipped"} <= checks.keys():
-        return {}
-    reference, other = checks["shared"], checks["skipped"]
-    return {
-        **{way: equality(reference["tokens"][way], other["tokens"][way]) for way in reference["tokens"]},
-        "cached_tokens": [reference["hits"], other["hits"]],
-        "positions_compared": len(reference["logprobs"]),
-        "largest_logprob_difference": max(
-            abs(a - b) for a, b in zip(reference["logprobs"], other["logprobs"], strict=True)
-        ),
-    }
-
-
-def summary(cells: dict[str, dict[str, list[dict[str, Any]]]], freq: int) -> dict[str, Any]:
-    """Median times in ms by mode, and what sharing and skipping save by layer and, extrapolated, in all of M3."""
-    reusers = 5 - len(range(0, 5, freq))
-    reusers_of_m3 = SPARSE_LAYERS_OF_M3 - len(range(0, SPARSE_LAYERS_OF_M3, freq))
-    rows: dict[str, Any] = {}
-    for cell in cells.get("off", {}):
-        row: dict[str, Any] = {}
-        for what in ("prefill_s", "per_token_s"):
-            times = {
-                mode: [found[what] * 1e3 for found in cells[mode][cell]]
-                for mode in MODES
-                if cell in cells.get(mode, {})
-            }
-            row[what.replace("_s", "_ms")] = {mode: [round(t, 4) for t in found] for mode, found in times.items()}
-            medians = {mode: statistics.median(found) for mode, found in times.items()}
-            for mode in MODES[1:]:
-                if mode not in medians:
-                    continue
-                saved = medians["off"] - medians[mode]
-                row[f"{what.removesuffix('_s')}_{mode}"] = {
-                    "ratio_to_off": round(medians[mode] / medians["off"], 4),
-                    "saved_us_a_reusing_layer": round(saved / reusers * 1e3, 2),
-                    "saved_ms_extrapolated_to_57_sparse_layers": round(saved / reusers * reusers_of_m3, 3),
-                    # Six layers and a head taken for six layers: 60 cost less than ten times as much, so at least this.
-                    "saved_share_extrapolated_at_least": round(
-                        saved / reusers * reusers_of_m3 / (medians["off"] * LAYERS_OF_M3 / 6), 4
-                    ),
-                }
-        row["cached_at_prefill"] = sum(f["cached_at_prefill"] for mode in cells for f in cells[mode].get(cell, []))
-        row["equal_tokens_shared_skipped"] = (
-            equality(cells["shared"][cell][0]["tokens"], cells["skipped"][cell][0]["tokens"])
-            if cell in cells.get("shared", {}) and cell in cells.get("skipped", {})
-            else None
-        )
-        rows[cell] = row
-    return rows
+        layers, sparse = self._shape.num_layers, self._shape.num_layers - self._shape.num_dense_layers
+        report = {
+            **self.result,
+            "cells": summary(self._cells, layers=layers, sparse=sparse, freq=self._freq),
+            "seconds": self._cells,
+            "equality": compare(self._checks),
+        }
+        self._out.write_text(json.dumps(report))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=515, help="seconds for everything")
+    parser.add_argument("--part", choices=PARTS, default="all", help="what to do")
+    parser.add_argument("--budget", type=float, default=500, help="seconds for everything")
     parser.add_argument("--freq", type=int, default=4, help="group size")
     parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", ".")) / "index-reuse-h200.json"
-    bench = Bench(budget_s=arguments.budget, out=out, cpu=arguments.cpu, freq=arguments.freq)
+    plan = PARTS[arguments.part]
+    bench = Bench(plan, budget_s=arguments.budget, out=out, cpu=arguments.cpu, freq=arguments.freq)
     try:
         bench.run()
     finally:

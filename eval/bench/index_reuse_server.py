@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class BenchServer:
         argv = [
             sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--load-format", "dummy",
             "--page-size", "128", "--chunked-prefill-size", "8192", "--max-running-requests", "8", "--port", str(port),
-            "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics", *options,
+            "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics",
+            "--stream-interval", "4", *options,
         ]  # fmt: skip
         cpu_env = {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         env = {**os.environ, **(cpu_env if cpu else {}), **mode.environment(freq), GATE_VARIABLE: str(self.gate)}
@@ -117,6 +119,27 @@ class BenchServer:
         answers: list[dict[str, Any]] = json.loads(payload)
         return seconds, answers
 
+    def pace(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
+        """Greedy generation of a batch; seconds per output token while all of it was decoding, and the tokens.
+
+        Taken between chunks of one answer, so that neither the request's way in nor its prefill is part of it.
+        """
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({"input_ids": prompts, "sampling_params": sampling, "stream": True}).encode()
+        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
+        arrivals: dict[int, list[tuple[float, int]]] = {}
+        tokens: dict[int, list[int]] = {}
+        with urllib.request.urlopen(request, timeout=300) as response:
+            for line in response:
+                now = time.perf_counter()
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                index = chunk.get("index", 0)
+                arrivals.setdefault(index, []).append((now, chunk["meta_info"]["completion_tokens"]))
+                tokens[index] = chunk["output_ids"]
+        return pace_of(arrivals), [tokens[index] for index in sorted(tokens)]
+
     def flush(self) -> None:
         """Empty the prefix cache."""
         request = urllib.request.Request(f"{self.url}/flush_cache", b"")
@@ -144,6 +167,25 @@ class BenchServer:
             if _gpu_megabytes() < 8_000:
                 return
             time.sleep(0.5)
+
+
+def pace_of(arrivals: Mapping[int, Sequence[tuple[float, int]]]) -> float:
+    """Seconds per token of the answer that began last, up to the first end of any: then all were decoding.
+
+    Args:
+        arrivals: per answer, when a chunk came (seconds) and how many tokens were out then.
+
+    Raises:
+        ValueError: the answers hardly overlap.
+    """
+    last_to_begin = max(arrivals.values(), key=lambda chunks: chunks[0][0])
+    first_end = min(chunks[-1][0] for chunks in arrivals.values())
+    # The chunks of one step come one after the other, within a fraction of a millisecond.
+    shared = [chunk for chunk in last_to_begin if chunk[0] <= first_end + 0.5e-3]
+    if len(shared) < 2:
+        raise ValueError("the answers of the batch hardly overlap; ask for more tokens")
+    (begin, before), (end, after) = shared[0], shared[-1]
+    return (end - begin) / (after - before)
 
 
 def _gpu_megabytes() -> int:
