@@ -68,6 +68,13 @@ def test_sglang_still_builds_nodes_and_leaves_as_we_replace_them() -> None:
     assert "UnifiedTreeNode(self.component_types" in inspect.getsource(target_of(f"{_CORE}._new_node"))
 
 
+def test_a_prefill_batch_still_says_what_starts_in_it() -> None:
+    plan = target_of("sglang.srt.managers.schedule_batch.NextBatchPlan")
+    assert {"batch_to_run", "running_batch"} <= set(plan.__annotations__)
+    batch = inspect.getsource(target_of("sglang.srt.managers.schedule_batch.Req"))
+    assert "self.prefix_len" in batch or "def prefix_len" in batch
+
+
 PROBE = """
 from agentserve.runtime import torchvision_operators
 torchvision_operators.declare()

@@ -5,7 +5,8 @@
 starts the tiny M3 on SGLang once for each policy, with memory for the mean of the live contexts, replays the same
 sessions on each, and plays every run's own arrivals, starts and ends on the simulator. Requests of the runs in
 ``--predict`` come one after the other, sessions interleaved; those in ``--beside`` come as the sessions send them,
-several at once. The first of ``--beside`` is what the others are measured against.
+several at once. The first of ``--beside`` is what the others are measured against. Called again with the same FOLDER
+it goes on with the runs that are missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BESIDE = ("sglang", "gittins+gate:0.9")
 
 @click.command(context_settings={"show_default": True})
 @click.argument("trace")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the runs; new or empty.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the runs.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result here too.")
 @click.option("--sessions", default=14)
 @click.option("--concurrency", default=7, help="Sessions active at once.")
@@ -56,7 +57,9 @@ def main(
     """Run the servers one after the other and print what came of each."""
     config = ReplayConfig(trace=trace, out=out, **settings)
     capacity = int(ratio * _contexts(config)) // 128 * 128
-    checkpoint = write_tiny_checkpoint(out / "checkpoint")
+    checkpoint = out / "checkpoint"
+    if not checkpoint.exists():
+        write_tiny_checkpoint(checkpoint)
     result: dict[str, Any] = {"trace": Path(trace).name, **settings, "capacity_tokens": capacity, "runs": {}}
     alone = {"in_flight": 1}
     for name in predict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -78,12 +79,14 @@ class LiveRun:
 
 
 def live_run(policy: Policy, settings: ReplayConfig, *, capacity: int, checkpoint: Path) -> LiveRun:
-    """Start a server, replay into ``settings.out``, stop the server.
+    """Start a server, replay into ``settings.out``, stop the server. A run that is there already is only read.
 
     Raises:
         RuntimeError: the replay did not finish, or a request failed.
     """
     out = settings.out
+    if _counters(out).exists():
+        return load(policy, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     journal = out.parent / f"{out.name}.journal"
     overrides: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
@@ -96,19 +99,25 @@ def live_run(policy: Policy, settings: ReplayConfig, *, capacity: int, checkpoin
         metrics = httpx.get(f"{url}/metrics", timeout=30).text
     if result.status != "finished" or result.tally.failed:
         raise RuntimeError(f"{policy.name}: {result.status}, {result.tally.failed} failed requests; see {out}")
-    return load(
-        policy, out, evicted=_total(metrics, "evicted_tokens"), retracted=_total(metrics, "num_retracted_requests")
-    )
+    counters = {"evicted": _total(metrics, "evicted_tokens"), "retracted": _total(metrics, "num_retracted_requests")}
+    _counters(out).write_text(json.dumps(counters) + "\n")
+    return load(policy, out)
 
 
-def load(policy: Policy, out: Path, *, evicted: int, retracted: int) -> LiveRun:
-    """A run from its directory."""
+def _counters(out: Path) -> Path:
+    """What the server had counted at the end of a run; it is there when the run is whole."""
+    return out.parent / f"{out.name}.counters.json"
+
+
+def load(policy: Policy, out: Path) -> LiveRun:
+    """A run that ``live_run`` left."""
     run = read_run(out)
+    counters = json.loads(_counters(out).read_text())
     records = list(run.records())
     sent = sent_requests(run.header, replayed_sessions(run), records, run.outputs())
     journal = out.parent / f"{out.name}.journal"
     events = list(read_journal(journal)) if journal.exists() else None
-    return LiveRun(policy, run, records, sent, events, evicted, retracted)
+    return LiveRun(policy, run, records, sent, events, counters["evicted"], counters["retracted"])
 
 
 def _total(metrics: str, name: str) -> int:

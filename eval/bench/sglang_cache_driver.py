@@ -46,6 +46,9 @@ class _Slots:
         del self._unused[len(self._unused) - tokens :]
         return torch.tensor(taken, dtype=torch.int64)
 
+    def unused(self) -> list[int]:
+        return list(self._unused)
+
     def free(self, slots: torch.Tensor) -> None:
         self._unused += slots.tolist()
 
@@ -94,6 +97,7 @@ class CacheDriver:
             )
         )
         self._running: dict[str, _Request] = {}
+        self.refused = 0  # requests for which no memory was left
 
     def arrive(self, rid: str, prompt: Sequence[int], session_id: str | None, now: float) -> None:
         """A request is in the queue."""
@@ -119,6 +123,7 @@ class CacheDriver:
         if short > self.cache.tree_core.full_evictable_size():
             self.cache.unlock(request.lock)
             request.lock = None
+            self.refused += 1
             return None
         if short > 0:
             self.cache.evict_for_alloc(EvictParams(num_tokens=short))
@@ -145,6 +150,13 @@ class CacheDriver:
         """A session or flow is over."""
         self.cache.tick(now)
         self.cache.end_session(name)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tree is whole and every slot is held once; call it when nothing runs."""
+        core = self.cache.tree_core
+        core.sanity_check([], [])
+        held = core.all_values_flatten().tolist() + self._slots.unused()
+        assert sorted(held) == list(range(self._slots.size)), "slots of the cache were lost or are held twice"
 
     def _key(self, tokens: Sequence[int]) -> Any:
         return RadixKey(array("q", tokens), None).page_aligned(self._page)
