@@ -9,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from radix_cache.attribution import Attribution, Cause, EvictedBy, Loss, VictimState
+from eval.attribution.live import attribute_with_events
+from eval.bench.report_scale import as_run
+from radix_cache.attribution import Attribution, CacheKind, Cause, EvictedBy, Loss, VictimState
 from radix_cache.attribution.simulated import explain
 from radix_cache.features import Stop
-from radix_cache.simulator import FlowSpec, Service, Setting, TurnSpec, simulate
+from radix_cache.simulator import FlowSpec, Outcome, Service, Setting, TurnSpec, Workload, simulate
 from tests.test_simulator_naive import PAGE, Sessions, build, traces
 
 
@@ -65,6 +67,21 @@ def test_nothing_is_unexplained_in_random_runs(
         assert total[Cause.NOT_ADMITTED] == 0
     if not outcome.evictions:
         assert total[Cause.EVICTED] == 0
+    if not host and not outcome.rejected:
+        assert_same_from_events(workload, outcome, found)
+
+
+def assert_same_from_events(workload: Workload, outcome: Outcome, found: list[Attribution]) -> None:
+    """The same run as records and cache events, which do not say when a request was matched or who evicted."""
+    _, records, events = as_run(workload, outcome, found)
+    live = attribute_with_events(records, records, events, CacheKind(workload.page_size))
+    order = np.argsort(outcome.fates["done_stamp"], kind="stable")
+    for number, one in zip(order.tolist(), live, strict=True):
+        assert [loss._replace(culprit=None) for loss in one.losses] == [
+            loss._replace(culprit=None) for loss in found[number].losses
+        ]
+        culprits = [None if loss.culprit is None else int(order[loss.culprit]) for loss in one.losses]
+        assert culprits == [loss.culprit for loss in found[number].losses]
 
 
 def test_the_log_changes_nothing_and_grows_with_the_run() -> None:

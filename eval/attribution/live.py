@@ -134,6 +134,9 @@ class _Matcher:
 
     def _arrive(self, request: int) -> None:
         record, asked = self._records[request], self._asked[request]
+        for other in self._running:
+            if self._first_token(other) <= record.sent_s:
+                self.sweep.computed(other)  # no batch of events need tell of it
         self.sweep.arrive(request)
         self._arrived.append(request)
         self._running.add(request)

@@ -7,7 +7,7 @@ what an infinite cache of whole pages would hit, prompts inserted when their req
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +40,12 @@ def explain(workload: Workload, outcome: Outcome) -> list[Attribution]:
         raise ValueError("a write-through host tier keeps no log of what it drops; simulate one of victims instead")
     if outcome.evictions and not len(outcome.log):
         raise ValueError("the run kept no log of its evictions; simulate it with log_evictions=True")
-    return _Replay(workload, outcome).run()
+    return Replayed(workload, outcome).run()
 
 
-class _Replay:
+class Replayed:
+    """A simulated run on page numbers; see ``explain``."""
+
     def __init__(self, workload: Workload, outcome: Outcome) -> None:
         self._page = workload.page_size
         self._requests: Any = workload.requests
@@ -59,6 +61,7 @@ class _Replay:
         self._promised = np.zeros(self._pages.count, dtype=np.bool_)
         self._best = [0] * len(self._requests)
         self._gains: dict[int, Loss] = {}
+        self._by_request: dict[int, list[Any]] | None = None
 
     def run(self) -> list[Attribution]:
         logged = 0
@@ -79,6 +82,23 @@ class _Replay:
                 self._promise(self._kv[request])
                 self.sweep.end(request)
         return [self._attribution(request) for request in range(len(self._requests))]
+
+    def paths(self, request: int) -> tuple[Ranges, Ranges]:
+        """Pages of a request's prompt, and those that its answer adds."""
+        prompt = self._end[request]
+        return prompt, _after(self._kv[request], length(prompt))
+
+    def evictions(self, request: int) -> list[tuple[Literal["remove"], int, tuple[tuple[int, int], ...]]]:
+        """What left the cache for a request, in order, as operations of ``traces.replay.events``."""
+        if self._by_request is None:
+            self._by_request = {}
+            for entry in self._log[self._log["kind"] != SPLIT]:
+                self._by_request.setdefault(int(entry["request"]), []).append(entry)
+        found: list[tuple[Literal["remove"], int, tuple[tuple[int, int], ...]]] = []
+        for entry in self._by_request.get(request, ()):
+            ((first, count),) = self._piece(entry).tolist()
+            found.append(("remove", HOST if entry["kind"] == LOG_HOST else DEVICE, ((first, count),)))
+        return found
 
     def _order(self) -> Iterator[tuple[int, int]]:
         """(what, request) in the order of the simulator's stamps."""
@@ -120,13 +140,16 @@ class _Replay:
     def _left(self, entry: Any) -> None:
         if entry["kind"] == SPLIT:
             return
-        ranges = self._pages.piece(int(entry["node"]), int(entry["end"] - entry["pages"]), int(entry["end"]))
+        ranges = self._piece(entry)
         if entry["kind"] == LOG_HOST:
             self.sweep.evict(ranges, int(entry["request"]), HOST)
             return
         if self._host:
             self.sweep.store(ranges, HOST)
         self.sweep.evict(ranges, int(entry["request"]), DEVICE)
+
+    def _piece(self, entry: Any) -> Ranges:
+        return self._pages.piece(int(entry["node"]), int(entry["end"] - entry["pages"]), int(entry["end"]))
 
     def _attribution(self, request: int) -> Attribution:
         best, hit = self._best[request] * self._page, self._hit(request)
