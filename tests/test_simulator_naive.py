@@ -53,7 +53,7 @@ def naive_hits(
         pages = -(-(workload.requests["prompt"] + workload.requests["output"]) // workload.page_size)
         fits = pages <= setting.capacity // workload.page_size
         order = [int(n) for n in np.argsort(reference["start_stamp"]) if fits[n]]
-        elapsed, expected = future.elapsed.tolist(), future.expected.tolist()
+        elapsed, expected = future.plans["elapsed"].tolist(), future.plans["expected"].tolist()
     cache = NaiveCache(
         sessions,
         workload.page_size,
@@ -230,3 +230,31 @@ def test_belady_same_hits_as_page_by_page(
         insert_output=insert_output,
     )
     assert_same(sessions, build(sessions), setting)
+
+
+@given(
+    sessions=traces(),
+    capacity=st.integers(8, 60),
+    host_capacity=st.integers(1, 60),
+    clients=st.integers(1, 4),
+    truncate=st.booleans(),
+    insert_output=st.booleans(),
+)
+@SEARCH
+@pytest.mark.timeout(0 if EXAMPLES else 1800)
+def test_same_hits_with_a_host_tier(
+    sessions: Sessions, capacity: int, host_capacity: int, clients: int, truncate: bool, insert_output: bool
+) -> None:
+    workload = build(sessions)
+    for policy, host_policy in (("lru", "lru"), ("gittins", "ttl:5")):
+        setting = Setting(
+            policy=policy,
+            capacity=capacity * PAGE,
+            sessions=clients,
+            service=Service.FIXED,
+            truncate=truncate,
+            insert_output=insert_output,
+            host_capacity=host_capacity * PAGE,
+            host_policy=host_policy,
+        )
+        assert_same(sessions, workload, setting)

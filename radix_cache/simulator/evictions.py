@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from radix_cache.simulator.jit import core
-from radix_cache.simulator.layout import Cache, Records
+from radix_cache.simulator.layout import Records
+from radix_cache.simulator.memory import record_at
 
 DEVICE, HOST, SPLIT = 0, 1, 2
 
@@ -23,18 +26,17 @@ EVICTION = np.dtype(
 
 
 @core
-def note(c: Cache, kind: int, node: int, request: int, end: int, pages: int) -> None:
+def note(c: Any, kind: int, node: int, request: int, end: int, pages: int) -> None:
     """Append to the log. What finds no room is counted all the same, so that the run can be done again with more."""
-    s = c.state[0]
-    if s.logged < len(c.log):
-        entry = c.log[s.logged]
+    if c.logged < c.log_room:
+        entry = record_at(c.log, c.logged, EVICTION)
         entry.kind = kind
         entry.node = node
         entry.request = request
         entry.end = end
         entry.pages = pages
-        entry.stamp = c.clock[0].stamp
-    s.logged += 1
+        entry.stamp = c.stamp
+    c.logged += 1
 
 
 def empty_log(room: int) -> Records:

@@ -1,7 +1,7 @@
-"""Numba, seen from typed code: a decorator that keeps a function's type, and policies as compiled pointers.
+"""Numba, seen from typed code: a decorator that keeps a function's type, and policies as compiled functions.
 
-Policies become function *pointers* of one signature. The simulator's core is compiled once for that signature and
-kept on disk; a new policy costs the compilation of one expression, not of the core.
+Policies become C functions of one signature, called by address. The simulator's core is compiled once for that
+signature and kept on disk; a new policy costs the compilation of one expression, not of the core.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _forget_stale()
 _F8 = numba.types.float64
 _GROUP = numba.types.int64(*([_F8] * FEATURE_COUNT))
 _KEY = numba.types.float64(*([_F8] * FEATURE_COUNT))
-_ADMIT = numba.types.boolean(_F8, _F8, _F8)
+_ADMIT = numba.types.int64(_F8, _F8, _F8)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -90,11 +90,11 @@ def _over_features(function: Callable[[NodeFeatures], Any], signature: Any) -> A
 
 @functools.cache
 def compiled_eviction(policy: EvictionPolicy) -> tuple[Any, Any]:
-    """(group, key) as pointers to compiled functions of the features, in the order of ``NodeFeatures``."""
+    """(group, key) as compiled C functions of the features, in the order of ``NodeFeatures``."""
     return _over_features(policy.group, _GROUP), _over_features(policy.key, _KEY)
 
 
 @functools.cache
 def compiled_admission(policy: AdmissionPolicy) -> tuple[Any, Any]:
-    """(start, go_on) as pointers to compiled functions of (others, own, capacity)."""
+    """(start, go_on) as compiled C functions of (others, own, capacity)."""
     return numba.cfunc(_ADMIT)(policy.start), numba.cfunc(_ADMIT)(policy.go_on)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from radix_cache.simulator.jit import core
+from radix_cache.simulator.memory import record_at
 
 Records = Any  # structured arrays: fields of a record are attributes in compiled code, which numpy's types lack
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int32]
 
 NONE = -1
 ROOT = 0  # node 0: resident, unevictable, of no length
@@ -128,24 +128,56 @@ FATE = np.dtype(
 )
 PENDING, RUNNING, DONE, REJECTED = 0, 1, 2, 3
 
-CACHE_STATE = np.dtype(
+# Victim order of one tier: a pairing heap for each bucket, a bucket for each (group, age bin).
+ORDER = np.dtype(
     [
+        ("places", "i8"),  # address of PLACE records, one a node
+        ("roots", "i8"),  # address of int32, by bucket: group * bins + bin
+        ("alive", "i8"),  # address of int32: how many buckets follow, then those that may hold something
+        ("listed", "i8"),  # address of int32, by bucket: NONE when it is not among these
+        ("ranks", "i8"),  # address of float64, by bucket
+        ("edges", "i8"),  # address of float64: seconds, one more than bins where ranks are learned
+        ("group", "i8"),  # address of a C function
+        ("key", "i8"),  # address of a C function
+        ("groups", "i8"),
+        ("bins", "i8"),
+        ("uses_depth", "i8"),
+        ("learned", "i8"),  # first learned group; NONE: nothing is learned
+    ],
+    align=True,
+)
+
+# One cache with the workload that runs on it.
+CACHE = np.dtype(
+    [
+        ("now", "f8"),
+        ("stamp", "i8"),
         ("capacity", "i8"),  # pages
         ("used", "i8"),  # pages in the tree
         ("reserved", "i8"),  # pages of running requests outside the tree
         ("promised", "i8"),  # pages of all running requests, shared ones counted each time
         ("page", "i8"),  # tokens per page
-        ("nodes", "i8"),
-        ("running", "i8"),
-        ("mark", "i8"),
         ("truncate", "i8"),
         ("insert_output", "i8"),
-        ("uses_depth", "i8"),
         ("host_capacity", "i8"),
         ("host_used", "i8"),
-        ("host_uses_depth", "i8"),
-        ("learned", "i8"),  # first learned row of the device ranks; NONE: nothing is learned
-        ("host_learned", "i8"),
+        ("known", "i8"),  # 1: the future is known
+        # Addresses of arrays.
+        ("nodes", "i8"),  # NODE
+        ("order", "i8"),  # ORDER, the device's and the host tier's
+        ("requests", "i8"),  # REQUEST
+        ("flows", "i8"),  # FLOW
+        ("fates", "i8"),  # FATE
+        ("running", "i8"),  # int32
+        ("counts", "i8"),  # float64: learned gaps, a row of AGE_BINS for each kind
+        ("fresh", "i8"),  # int32: gaps since a row's ranks were computed
+        ("next_use", "i8"),  # int32: request that uses a path node next, flat by (request, level)
+        ("plans", "i8"),  # PLAN, by request
+        ("log", "i8"),  # of evictions (``radix_cache.simulator.evictions``)
+        ("log_room", "i8"),  # entries; 0: off
+        ("node_count", "i8"),
+        ("running_count", "i8"),
+        ("mark", "i8"),
         ("evicted_live", "i8"),  # pages, by the state of their last user
         ("evicted_parked", "i8"),
         ("evicted_ended", "i8"),
@@ -161,38 +193,54 @@ CACHE_STATE = np.dtype(
     align=True,
 )
 
-CLOCK = np.dtype([("stamp", "i8"), ("now", "f8")], align=True)
+# What is known of a request before it comes.
+PLAN = np.dtype(
+    [
+        ("next_use", "i8"),  # where its path begins in CACHE.next_use
+        ("elapsed", "f8"),  # seconds from its flow's first start to its own, when nothing waits
+        ("expected", "f8"),  # start in the known order, seconds
+    ],
+    align=True,
+)
 
 
-class Order(NamedTuple):
-    """Victim order of one tier: a pairing heap for each bucket, a bucket for each (group, age bin)."""
-
-    places: Records  # PLACE, one a node
-    roots: Ints  # by bucket
-    alive: Ints  # how many buckets follow, then those that may hold something
-    listed: Ints  # bucket -> NONE when it is not among these
-    ranks: Floats  # shape (groups, bins)
-    edges: Floats  # seconds, shape (bins + 1,)
-    group: Any
-    key: Any
+@core
+def node_at(c: Any, index: int) -> Any:
+    return record_at(c.nodes, index, NODE)
 
 
-class Cache(NamedTuple):
-    """One cache with the workload that runs on it."""
+@core
+def request_at(c: Any, index: int) -> Any:
+    return record_at(c.requests, index, REQUEST)
 
-    state: Records  # CACHE_STATE, one record
-    clock: Records  # CLOCK, one record
-    nodes: Records
-    order: Order
-    host: Order
-    requests: Records
-    flows: Records
-    fates: Records
-    running: Ints
-    counts: Floats  # learned gaps
-    fresh: Ints  # gaps since a row's ranks were computed
-    next_use: Ints  # request that uses a path node next, flat by (request, level)
-    next_offset: npt.NDArray[np.int64]
-    elapsed: Floats  # request -> seconds from its flow's first start to its own, when nothing waits
-    expected: Floats  # request -> start in the known order, seconds
-    log: Records  # of evictions (``radix_cache.simulator.evictions``); without room: off
+
+@core
+def flow_at(c: Any, index: int) -> Any:
+    return record_at(c.flows, index, FLOW)
+
+
+@core
+def fate_at(c: Any, index: int) -> Any:
+    return record_at(c.fates, index, FATE)
+
+
+@core
+def plan_at(c: Any, index: int) -> Any:
+    return record_at(c.plans, index, PLAN)
+
+
+@core
+def device(c: Any) -> Any:
+    """The victim order of the device."""
+    return record_at(c.order, 0, ORDER)
+
+
+@core
+def host(c: Any) -> Any:
+    """The victim order of the host tier."""
+    return record_at(c.order, 1, ORDER)
+
+
+@core
+def place_at(o: Any, index: int) -> Any:
+    return record_at(o.places, index, PLACE)

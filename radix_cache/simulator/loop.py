@@ -7,19 +7,19 @@ one that finds no memory holds up those behind it, as in a server's queue.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from radix_cache.simulator.jit import core, jit
-from radix_cache.simulator.layout import NONE, REJECTED, Cache, Floats, Ints, Records
+from radix_cache.simulator.layout import NONE, REJECTED, SESSION, fate_at, flow_at, request_at
+from radix_cache.simulator.memory import INDEX, NUMBER, call_int, record_at
+from radix_cache.simulator.queue import pop, push
 from radix_cache.simulator.serve import arrive, finish, set_state, start
 
 READY, PREFILLED, FINISHED = 0, 1, 2
 FIXED, PARALLEL, QUEUED = 0, 1, 2
 LIVE, PARKED, ENDED = 0, 1, 2
-
-EVENT = np.dtype([("time", "f8"), ("number", "i8"), ("kind", "i4"), ("request", "i4")], align=True)
 
 LOOP = np.dtype(
     [
@@ -30,12 +30,26 @@ LOOP = np.dtype(
         ("prefill", "f8"),  # tokens per second
         ("decode", "f8"),  # tokens per second and request
         ("restore", "f8"),  # tokens per second from the host tier
-        ("events", "i8"),
+        # Addresses of arrays.
+        ("events", "i8"),  # EVENT, a binary heap
+        ("waiting", "i8"),  # int32: requests in arrival order, those that wait are waiting[from:to]
+        ("active", "i8"),  # int32: sessions by seniority
+        ("order", "i8"),  # int32: sessions in order of arrival
+        ("free_since", "i8"),  # float64: for the clients without a session, oldest first
+        ("sessions", "i8"),  # SESSION
+        ("joins", "i8"),  # int32, by request: flows that must still end
+        # Addresses of C functions, called only where admission may say no.
+        ("admit", "i8"),
+        ("go_on", "i8"),
+        ("admits_all", "i8"),
+        ("session_count", "i8"),
+        ("event_count", "i8"),
         ("numbered", "i8"),
-        ("waiting_from", "i8"),  # requests in arrival order: waiting[from:to]
+        ("waiting_from", "i8"),
         ("waiting_to", "i8"),
         ("prefilling", "i8"),  # 1 while the one prefill of the queued model runs
-        ("active", "i8"),
+        ("active_count", "i8"),
+        ("parked", "i8"),  # sessions
         ("next_session", "i8"),
         ("context", "i8"),  # tokens of all live flows
         ("area", "f8"),  # integral of it over the time that all clients were busy
@@ -47,266 +61,225 @@ LOOP = np.dtype(
 )
 
 
-class Loop(NamedTuple):
-    """Everything outside the caches."""
-
-    state: Records  # LOOP, one record
-    events: Records  # EVENT, a binary heap
-    waiting: Ints
-    active: Ints  # sessions by seniority
-    order: Ints  # sessions in order of arrival
-    free_since: Floats  # for the clients without a session, oldest first
-    sessions: Records
-    joins: Ints  # by request: flows that must still end
-    admit: Any
-    go_on: Any
+@core
+def session_at(p: Any, index: int) -> Any:
+    return record_at(p.sessions, index, SESSION)
 
 
 @core
-def push(p: Loop, time: float, kind: int, request: int) -> None:
-    s = p.state[0]
-    at = s.events
-    s.events += 1
-    number = s.numbered
-    s.numbered += 1
-    events = p.events
-    while at > 0:
-        above = (at - 1) // 2
-        e = events[above]
-        if e.time < time or (e.time == time and e.number < number):
-            break
-        events[at] = events[above]
-        at = above
-    events[at].time = time
-    events[at].number = number
-    events[at].kind = kind
-    events[at].request = request
+def index_at(address: int, index: int) -> Any:
+    return record_at(address, index, INDEX)
 
 
 @core
-def pop(p: Loop) -> tuple[float, int, int]:
-    s = p.state[0]
-    events = p.events
-    time, kind, request = events[0].time, events[0].kind, events[0].request
-    s.events -= 1
-    size = s.events
-    last_time, last_number = events[size].time, events[size].number
-    at = 0
-    while True:
-        below = 2 * at + 1
-        if below >= size:
-            break
-        right = below + 1
-        if right < size and (
-            events[right].time < events[below].time
-            or (events[right].time == events[below].time and events[right].number < events[below].number)
-        ):
-            below = right
-        if events[below].time > last_time or (events[below].time == last_time and events[below].number > last_number):
-            break
-        events[at] = events[below]
-        at = below
-    events[at] = events[size]
-    return time, kind, request
+def number_at(address: int, index: int) -> Any:
+    return record_at(address, index, NUMBER)
 
 
 @core
-def think(p: Loop, c: Cache, request: int) -> float:
-    return float(min(c.requests[request].think, p.state[0].think_cap))
+def think(p: Any, c: Any, request: int) -> float:
+    return float(min(request_at(c, request).think, p.think_cap))
 
 
 @core
-def set_context(p: Loop, c: Cache, flow: int, tokens: int) -> None:
-    f = c.flows[flow]
+def set_context(p: Any, c: Any, flow: int, tokens: int) -> None:
+    f = flow_at(c, flow)
     change = tokens - f.context
     f.context = tokens
-    p.sessions[f.session].context += change
-    p.state[0].context += change
+    session_at(p, f.session).context += change
+    p.context += change
 
 
 @core
-def set_states(p: Loop, c: Cache, h: Cache, session: int, state: int) -> None:
+def set_states(p: Any, c: Any, h: Any, session: int, state: int) -> None:
     """Park a session's live flows, or let them go on."""
-    first = p.sessions[session].first_flow
-    for flow in range(first, first + p.sessions[session].flows):
-        if c.flows[flow].state != ENDED:
+    first = session_at(p, session).first_flow
+    for flow in range(first, first + session_at(p, session).flows):
+        if flow_at(c, flow).state != ENDED:
             set_state(c, flow, state)
-            if p.state[0].write_through != 0:
+            if p.write_through != 0:
                 set_state(h, flow, state)
 
 
 @core
-def may_go_on(p: Loop, c: Cache, session: int) -> bool:
+def may_go_on(p: Any, c: Any, session: int) -> bool:
     """Ask the admission policy whether a started session may send its next request."""
+    if p.admits_all != 0:
+        return True
     older = 0
-    for k in range(p.state[0].active):
-        if p.active[k] == session:
+    for k in range(p.active_count):
+        if index_at(p.active, k).value == session:
             if k == 0:
                 return True
             break
-        older += p.sessions[p.active[k]].context
-    own = p.sessions[session].context
-    return bool(p.go_on(float(older), float(own), float(c.state[0].capacity * c.state[0].page)))
+        older += session_at(p, index_at(p.active, k).value).context
+    own = session_at(p, session).context
+    return bool(call_int(p.go_on, (float(older), float(own), float(c.capacity * c.page))) != 0)
 
 
 @core
-def enqueue(p: Loop, c: Cache, h: Cache, request: int) -> None:
-    p.waiting[p.state[0].waiting_to] = request
-    p.state[0].waiting_to += 1
+def enqueue(p: Any, c: Any, h: Any, request: int) -> None:
+    index_at(p.waiting, p.waiting_to).value = request
+    p.waiting_to += 1
 
 
 @core
-def on_ready(p: Loop, c: Cache, h: Cache, request: int) -> None:
+def on_ready(p: Any, c: Any, h: Any, request: int) -> None:
     """A request may be sent: learn its gap, then queue it unless its session is to be parked."""
-    r = c.requests[request]
-    f = c.flows[r.flow]
-    if p.joins[request] > 0:
+    r = request_at(c, request)
+    f = flow_at(c, r.flow)
+    if index_at(p.joins, request).value > 0:
         f.held = request
         return
-    now = c.clock[0].now
-    c.clock[0].stamp += 1
-    c.fates[request].ready = now
-    c.fates[request].ready_stamp = c.clock[0].stamp
+    now = c.now
+    c.stamp += 1
+    fate_at(c, request).ready = now
+    fate_at(c, request).ready_stamp = c.stamp
     if request != f.first:
         arrive(c, request, request - 1)
-        if p.state[0].write_through != 0:
-            h.clock[0].stamp += 1
-            h.fates[request].ready_stamp = h.clock[0].stamp
+        if p.write_through != 0:
+            h.stamp += 1
+            fate_at(h, request).ready_stamp = h.stamp
             arrive(h, request, request - 1)
-    session = p.sessions[f.session]
+    session = session_at(p, f.session)
     if session.parked != 0 or not may_go_on(p, c, f.session):
         f.held = request
         if session.parked == 0:
             session.parked = 1
-            p.state[0].parkings += 1
+            p.parkings += 1
+            p.parked += 1
             set_states(p, c, h, f.session, PARKED)
         return
     enqueue(p, c, h, request)
 
 
 @core
-def unpark(p: Loop, c: Cache, h: Cache) -> None:
+def unpark(p: Any, c: Any, h: Any) -> None:
     """Let parked sessions go on, the oldest first."""
-    for k in range(p.state[0].active):
-        index = p.active[k]
-        session = p.sessions[index]
+    if p.parked == 0:
+        return
+    for k in range(p.active_count):
+        index = index_at(p.active, k).value
+        session = session_at(p, index)
         if session.parked == 0 or not may_go_on(p, c, index):
             continue
         session.parked = 0
+        p.parked -= 1
         set_states(p, c, h, index, LIVE)
         for flow in range(session.first_flow, session.first_flow + session.flows):
-            held = c.flows[flow].held
-            if held != NONE and p.joins[held] == 0:
-                c.flows[flow].held = NONE
+            held = flow_at(c, flow).held
+            if held != NONE and index_at(p.joins, held).value == 0:
+                flow_at(c, flow).held = NONE
                 enqueue(p, c, h, held)
 
 
 @jit
-def admit(p: Loop, c: Cache) -> None:
+def admit(p: Any, c: Any) -> None:
     """Start sessions on free clients as long as the admission policy lets them."""
-    s = p.state[0]
-    now = c.clock[0].now
-    while s.active < s.clients and s.next_session < len(p.order):
-        index = p.order[s.next_session]
-        session = p.sessions[index]
-        first = c.flows[session.first_flow].first
-        own = c.requests[first].prompt
-        capacity = float(c.state[0].capacity * c.state[0].page)
-        if s.active > 0 and not p.admit(float(s.context), float(own), capacity):
+    now = c.now
+    while p.active_count < p.clients and p.next_session < p.session_count:
+        index = index_at(p.order, p.next_session).value
+        session = session_at(p, index)
+        first = flow_at(c, session.first_flow).first
+        own = request_at(c, first).prompt
+        capacity = float(c.capacity * c.page)
+        if (
+            p.admits_all == 0
+            and p.active_count > 0
+            and call_int(p.admit, (float(p.context), float(own), capacity)) == 0
+        ):
             return
-        free = s.clients - s.active
-        session.wanted = p.free_since[0]
+        free = p.clients - p.active_count
+        session.wanted = number_at(p.free_since, 0).value
         for k in range(1, free):
-            p.free_since[k - 1] = p.free_since[k]
+            number_at(p.free_since, k - 1).value = number_at(p.free_since, k).value
         session.started = now
         session.live = session.flows
-        p.active[s.active] = index
-        s.active += 1
-        s.next_session += 1
+        index_at(p.active, p.active_count).value = index
+        p.active_count += 1
+        p.next_session += 1
         set_context(p, c, session.first_flow, own)
         for flow in range(session.first_flow, session.first_flow + session.flows):
-            if flow == session.first_flow or c.flows[flow].spawn == NONE:
-                begin = c.flows[flow].first
+            if flow == session.first_flow or flow_at(c, flow).spawn == NONE:
+                begin = flow_at(c, flow).first
                 push(p, now + think(p, c, begin), READY, begin)
 
 
 @core
-def dispatch(p: Loop, c: Cache, h: Cache) -> None:
+def dispatch(p: Any, c: Any, h: Any) -> None:
     """Start waiting requests, first come first served."""
-    s = p.state[0]
-    now = c.clock[0].now
-    while s.waiting_from < s.waiting_to and not (s.service == QUEUED and s.prefilling != 0):
-        request = p.waiting[s.waiting_from]
-        r = c.requests[request]
-        before = c.flows[r.flow].context
+    now = c.now
+    while p.waiting_from < p.waiting_to and not (p.service == QUEUED and p.prefilling != 0):
+        request = index_at(p.waiting, p.waiting_from).value
+        r = request_at(c, request)
+        before = flow_at(c, r.flow).context
         if not start(c, request):
             return
-        s.waiting_from += 1
-        fate = c.fates[request]
+        p.waiting_from += 1
+        fate = fate_at(c, request)
         host = fate.host
-        if s.write_through != 0:
+        if p.write_through != 0:
             # The host tier pins nothing for long: where it has no room the request passes it by.
             if not start(h, request):
-                h.fates[request].status = REJECTED
-            host = max(0, h.fates[request].hit - fate.hit)
+                fate_at(h, request).status = REJECTED
+            host = max(0, fate_at(h, request).hit - fate.hit)
             fate.host = host
-        c.flows[r.flow].context = before
+        flow_at(c, r.flow).context = before
         set_context(p, c, r.flow, r.prompt + r.output)
-        if s.service == FIXED:
+        if p.service == FIXED:
             seconds = r.service
             if np.isnan(seconds):
-                seconds = r.output / s.decode
+                seconds = r.output / p.decode
             fate.first_token = now
             push(p, now + seconds, FINISHED, request)
             continue
-        prefilled = now + (r.prompt - fate.hit - host) / s.prefill + host / s.restore
+        prefilled = now + (r.prompt - fate.hit - host) / p.prefill + host / p.restore
         fate.first_token = prefilled
-        if s.service == QUEUED:
-            s.prefilling = 1
+        if p.service == QUEUED:
+            p.prefilling = 1
             push(p, prefilled, PREFILLED, request)
         else:
-            push(p, prefilled + r.output / s.decode, FINISHED, request)
+            push(p, prefilled + r.output / p.decode, FINISHED, request)
 
 
 @core
-def end_session(p: Loop, index: int, now: float) -> None:
-    s = p.state[0]
+def end_session(p: Any, index: int, now: float) -> None:
     at = 0
-    while p.active[at] != index:
+    while index_at(p.active, at).value != index:
         at += 1
-    for k in range(at + 1, s.active):
-        p.active[k - 1] = p.active[k]
-    s.active -= 1
-    p.free_since[s.clients - s.active - 1] = now
+    for k in range(at + 1, p.active_count):
+        index_at(p.active, k - 1).value = index_at(p.active, k).value
+    p.active_count -= 1
+    number_at(p.free_since, p.clients - p.active_count - 1).value = now
 
 
 @core
-def on_finished(p: Loop, c: Cache, h: Cache, request: int) -> None:
+def on_finished(p: Any, c: Any, h: Any, request: int) -> None:
     """An answer is complete: go on with its flow, start and join subagents, end the session."""
-    r = c.requests[request]
-    f = c.flows[r.flow]
-    now = c.clock[0].now
-    session = p.sessions[f.session]
+    r = request_at(c, request)
+    f = flow_at(c, r.flow)
+    now = c.now
+    session = session_at(p, f.session)
     last = r.next == NONE
     if last:
         set_state(c, r.flow, ENDED)
     finish(c, request)
-    if p.state[0].write_through != 0:
+    if p.write_through != 0:
         if last:
             set_state(h, r.flow, ENDED)
         finish(h, request)
     for flow in range(session.first_flow + 1, session.first_flow + session.flows):
-        if c.flows[flow].spawn == request:
-            push(p, now + think(p, c, c.flows[flow].first), READY, c.flows[flow].first)
+        if flow_at(c, flow).spawn == request:
+            push(p, now + think(p, c, flow_at(c, flow).first), READY, flow_at(c, flow).first)
     if not last:
         push(p, now + think(p, c, r.next), READY, r.next)
         return
     set_context(p, c, r.flow, 0)
     session.live -= 1
     if f.join != NONE:
-        p.joins[f.join] -= 1
-        main = c.flows[session.first_flow]
-        if p.joins[f.join] == 0 and main.held == f.join:
+        index_at(p.joins, f.join).value -= 1
+        main = flow_at(c, session.first_flow)
+        if index_at(p.joins, f.join).value == 0 and main.held == f.join:
             main.held = NONE
             push(p, now, READY, f.join)
     if session.live == 0:
@@ -314,28 +287,27 @@ def on_finished(p: Loop, c: Cache, h: Cache, request: int) -> None:
 
 
 @jit
-def run(p: Loop, c: Cache, h: Cache, limit: int) -> bool:
+def run(p: Any, c: Any, h: Any, limit: int) -> bool:
     """Handle up to ``limit`` events; true when there are none left."""
-    s = p.state[0]
     for _ in range(limit):
-        if s.events == 0:
+        if p.event_count == 0:
             return True
         time, kind, request = pop(p)
         # The end of a run, when clients find no session left, says nothing of the load before.
-        if s.next_session < len(p.order) or len(p.order) <= s.clients:
-            s.area += s.context * (time - s.now)
-            s.busy += time - s.now
-        s.now = time
-        c.clock[0].now = time
-        h.clock[0].now = time
+        if p.next_session < p.session_count or p.session_count <= p.clients:
+            p.area += p.context * (time - p.now)
+            p.busy += time - p.now
+        p.now = time
+        c.now = time
+        h.now = time
         if kind == READY:
             on_ready(p, c, h, request)
         elif kind == PREFILLED:
-            s.prefilling = 0
-            push(p, time + c.requests[request].output / s.decode, FINISHED, request)
+            p.prefilling = 0
+            push(p, time + request_at(c, request).output / p.decode, FINISHED, request)
         else:
             on_finished(p, c, h, request)
             unpark(p, c, h)
             admit(p, c)
         dispatch(p, c, h)
-    return bool(s.events == 0)
+    return bool(p.event_count == 0)

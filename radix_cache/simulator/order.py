@@ -10,153 +10,173 @@ from typing import Any
 
 from radix_cache.gaps import age_bin as _age_bin
 from radix_cache.simulator.jit import core
-from radix_cache.simulator.layout import NONE, Order
+from radix_cache.simulator.layout import NONE, place_at
+from radix_cache.simulator.memory import INDEX, NUMBER, floats_at, record_at
 
 age_bin = core(_age_bin)
 
 
 @core
-def precedes(places: Any, a: int, b: int) -> bool:
-    if places[a].key != places[b].key:
-        return bool(places[a].key < places[b].key)
-    return bool(places[a].stamp < places[b].stamp)
+def root_at(o: Any, bucket: int) -> Any:
+    return record_at(o.roots, bucket, INDEX)
 
 
 @core
-def meld(places: Any, a: int, b: int) -> int:
+def bucket_of(o: Any, group: int, age: float) -> int:
+    """Bucket of a group at an age in seconds."""
+    if o.bins == 1:
+        return int(group)
+    return int(group * o.bins + age_bin(age, floats_at(o.edges, 1, o.bins + 1)[0]))
+
+
+@core
+def before(key: float, stamp: int, other: Any) -> bool:
+    """Whether (key, stamp) goes before a place."""
+    return bool(key < other.key or (key == other.key and stamp < other.stamp))
+
+
+@core
+def meld(o: Any, a: int, b: int) -> int:
     """Root of the union of two heaps; either may be NONE."""
     if a == NONE:
         return b
     if b == NONE:
         return a
-    if precedes(places, b, a):
+    above, below = place_at(o, a), place_at(o, b)
+    if before(below.key, below.stamp, above):
         a, b = b, a
-    child = places[a].child
-    places[b].sibling = child
-    places[b].previous = a
+        above, below = below, above
+    child = above.child
+    below.sibling = child
+    below.previous = a
     if child != NONE:
-        places[child].previous = b
-    places[a].child = b
-    places[a].sibling = NONE
-    places[a].previous = NONE
+        place_at(o, child).previous = b
+    above.child = b
+    above.sibling = NONE
+    above.previous = NONE
     return a
 
 
 @core
-def meld_siblings(places: Any, first: int) -> int:
+def meld_siblings(o: Any, first: int) -> int:
     """One heap from a list of siblings: pairs from the left, then all pairs from the right."""
     pairs = NONE
     while first != NONE:
-        second = places[first].sibling
+        second = place_at(o, first).sibling
         if second == NONE:
-            places[first].sibling = pairs
+            place_at(o, first).sibling = pairs
             pairs = first
             break
-        rest = places[second].sibling
-        places[first].sibling = NONE
-        places[second].sibling = NONE
-        root = meld(places, first, second)
-        places[root].sibling = pairs
+        rest = place_at(o, second).sibling
+        place_at(o, first).sibling = NONE
+        place_at(o, second).sibling = NONE
+        root = meld(o, first, second)
+        place_at(o, root).sibling = pairs
         pairs = root
         first = rest
     root = NONE
     while pairs != NONE:
-        rest = places[pairs].sibling
-        places[pairs].sibling = NONE
-        root = meld(places, root, pairs)
+        rest = place_at(o, pairs).sibling
+        place_at(o, pairs).sibling = NONE
+        root = meld(o, root, pairs)
         pairs = rest
     if root != NONE:
-        places[root].previous = NONE
-        places[root].sibling = NONE
+        place_at(o, root).previous = NONE
+        place_at(o, root).sibling = NONE
     return root
 
 
 @core
-def discard(order: Order, node: int) -> None:
+def discard(o: Any, node: int) -> None:
     """Take a node out of the order; nothing happens when it is not in it."""
-    places, roots = order.places, order.roots
-    bucket = places[node].bucket
-    if bucket == NONE:
+    place = place_at(o, node)
+    if place.bucket == NONE:
         return
-    below = meld_siblings(places, places[node].child)
-    if roots[bucket] == node:
-        roots[bucket] = below
+    root = root_at(o, place.bucket)
+    below = meld_siblings(o, place.child)
+    if root.value == node:
+        root.value = below
     else:
-        left, right = places[node].previous, places[node].sibling
-        if places[left].child == node:
-            places[left].child = right
+        left = place_at(o, place.previous)
+        if left.child == node:
+            left.child = place.sibling
         else:
-            places[left].sibling = right
-        if right != NONE:
-            places[right].previous = left
-        roots[bucket] = meld(places, roots[bucket], below)
-    places[node].bucket = NONE
+            left.sibling = place.sibling
+        if place.sibling != NONE:
+            place_at(o, place.sibling).previous = place.previous
+        root.value = meld(o, root.value, below)
+    place.bucket = NONE
 
 
 @core
-def put(order: Order, node: int, bucket: int, key: float, stamp: int) -> None:
+def put(o: Any, node: int, bucket: int, key: float, stamp: int) -> None:
     """Add a node that is not in the order."""
-    place = order.places[node]
+    place = place_at(o, node)
     place.key = key
     place.stamp = stamp
     place.child = NONE
     place.sibling = NONE
     place.previous = NONE
     place.bucket = bucket
-    order.roots[bucket] = meld(order.places, order.roots[bucket], node)
-    if order.listed[bucket] == NONE:
-        order.alive[0] += 1
-        order.alive[order.alive[0]] = bucket
-        order.listed[bucket] = 1
+    root = root_at(o, bucket)
+    root.value = meld(o, root.value, node)
+    listed = record_at(o.listed, bucket, INDEX)
+    if listed.value == NONE:
+        count = record_at(o.alive, 0, INDEX)
+        count.value += 1
+        record_at(o.alive, count.value, INDEX).value = bucket
+        listed.value = 1
 
 
 @core
-def put_aged(order: Order, node: int, group: int, key: float, stamp: int, age: float) -> None:
-    """Add a node to the bucket of its group and age."""
-    bins = order.ranks.shape[1]
-    put(order, node, group * bins + (age_bin(age, order.edges) if bins > 1 else 0), key, stamp)
-
-
-@core
-def grow_old(order: Order, now: float) -> None:
+def grow_old(o: Any, now: float) -> None:
     """Move every leaf to the bin of its age. The key of a learned group is the last access."""
-    bins = order.ranks.shape[1]
-    if bins == 1:
+    if o.bins == 1:
         return
+    count = record_at(o.alive, 0, INDEX)
     at = 1
-    while at <= order.alive[0]:  # buckets that come alive on the way are older ones, and come later in the list
-        bucket = order.alive[at]
+    while at <= count.value:  # buckets that come alive on the way are older ones, and come later in the list
+        bucket = record_at(o.alive, at, INDEX).value
         at += 1
-        if bucket % bins == bins - 1:
+        if bucket % o.bins == o.bins - 1:
             continue
-        until = order.edges[bucket % bins + 1]
-        while order.roots[bucket] != NONE:
-            oldest = order.roots[bucket]
-            age = now - order.places[oldest].key
+        root = root_at(o, bucket)
+        until = record_at(o.edges, bucket % o.bins + 1, NUMBER).value
+        while root.value != NONE:
+            oldest = root.value
+            place = place_at(o, oldest)
+            age = now - place.key
             if age < until:
                 break
-            key, stamp = order.places[oldest].key, order.places[oldest].stamp
-            discard(order, oldest)
-            put_aged(order, oldest, bucket // bins, key, stamp, age)
+            key, stamp = place.key, place.stamp
+            discard(o, oldest)
+            put(o, oldest, bucket_of(o, bucket // o.bins, age), key, stamp)
 
 
 @core
-def least(order: Order) -> int:
+def least(o: Any) -> int:
     """The next victim, or NONE. Call ``grow_old`` first when time has passed."""
-    bins = order.ranks.shape[1]
+    if o.groups * o.bins == 1:
+        return int(root_at(o, 0).value)
     best = NONE
     best_rank = 0.0
+    count = record_at(o.alive, 0, INDEX)
     at = 1
-    while at <= order.alive[0]:
-        bucket = order.alive[at]
-        node = order.roots[bucket]
+    while at <= count.value:
+        bucket = record_at(o.alive, at, INDEX).value
+        node = root_at(o, bucket).value
         if node == NONE:
-            order.listed[bucket] = NONE
-            order.alive[at] = order.alive[order.alive[0]]
-            order.alive[0] -= 1
+            record_at(o.listed, bucket, INDEX).value = NONE
+            record_at(o.alive, at, INDEX).value = record_at(o.alive, count.value, INDEX).value
+            count.value -= 1
             continue
         at += 1
-        rank = order.ranks[bucket // bins, bucket % bins]
-        if best == NONE or rank < best_rank or (rank == best_rank and precedes(order.places, node, best)):
+        rank = record_at(o.ranks, bucket, NUMBER).value
+        place = place_at(o, node)
+        if (
+            best == NONE
+            or rank < best_rank
+            or (rank == best_rank and before(place.key, place.stamp, place_at(o, best)))
+        ):
             best, best_rank = node, rank
     return best

@@ -6,14 +6,14 @@ differs is a matter of the cache alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from radix_cache.eviction import eviction_policy
 from radix_cache.simulator.jit import jit
-from radix_cache.simulator.layout import REJECTED, Cache, Records
+from radix_cache.simulator.layout import REJECTED, Records, fate_at, flow_at, request_at
 from radix_cache.simulator.run import Setting, new_cache
 from radix_cache.simulator.serve import arrive, finish, set_state, start
 from radix_cache.simulator.uses import UNKNOWN
@@ -41,23 +41,23 @@ class Recorded(NamedTuple):
 
 
 @jit
-def _play(c: Cache, events: Records) -> int:
+def _play(c: Any, events: Records) -> int:
     refused = 0
     for i in range(len(events)):
         kind, which = events[i].kind, events[i].which
-        c.clock[0].now = events[i].time
-        c.clock[0].stamp += 1
+        c.now = events[i].time
+        c.stamp += 1
         if kind == END:
             set_state(c, which, ENDED)
         elif kind == ARRIVE:
-            flow = c.requests[which].flow
-            if c.flows[flow].state == ENDED:
+            flow = request_at(c, which).flow
+            if flow_at(c, flow).state == ENDED:
                 set_state(c, flow, LIVE)
-            if which != c.flows[flow].first:
+            if which != flow_at(c, flow).first:
                 arrive(c, which, which - 1)
         elif kind == START:
             if not start(c, which):
-                c.fates[which].status = REJECTED
+                fate_at(c, which).status = REJECTED
                 refused += 1
         else:
             finish(c, which)
@@ -101,9 +101,9 @@ def play(
         requests = workload.requests.copy()
         # The core reckons a request's memory from the length of its answer, and nothing else but tlru looks at it.
         requests["output"] = np.maximum(held_pages * workload.page_size - requests["prompt"], 0)
-        cache = cache._replace(requests=requests)
-    refused = int(_play(cache, np.sort(events, order="time", kind="stable")))
-    if cache.state[0]["broken"]:
+        cache.put("requests", requests)
+    refused = int(_play(cache.record, np.sort(events, order="time", kind="stable")))
+    if cache.record["broken"]:
         raise RuntimeError(f"the simulator broke an invariant with {policy}, {capacity}; please report it")
-    evicted = sum(int(cache.state[0][f"evicted_{name}"]) for name in ("live", "parked", "ended", "superseded"))
+    evicted = sum(int(cache.record[f"evicted_{name}"]) for name in ("live", "parked", "ended", "superseded"))
     return Recorded(cache.fates["hit"].copy(), refused, evicted * workload.page_size)

@@ -12,23 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from radix_cache.admission import admission_policy
+from radix_cache.admission.base import always
 from radix_cache.eviction import EvictionPolicy, eviction_policy
-from radix_cache.gaps import AGE_EDGES, GAP_ROWS, RANK_ROWS, GapTable, new_counts
-from radix_cache.simulator.evictions import empty_log
-from radix_cache.simulator.jit import compiled_admission, compiled_eviction
-from radix_cache.simulator.layout import (
-    CACHE_STATE,
-    CLOCK,
-    FATE,
-    NONE,
-    PLACE,
-    REJECTED,
-    Cache,
-    Order,
-    Records,
-)
-from radix_cache.simulator.loop import EVENT, LOOP, Loop, admit
+from radix_cache.simulator.jit import compiled_admission
+from radix_cache.simulator.layout import REJECTED, Records
+from radix_cache.simulator.loop import admit
 from radix_cache.simulator.loop import run as run_events
+from radix_cache.simulator.state import Cache, Loop
 from radix_cache.simulator.uses import UNKNOWN, Future, known_future
 from radix_cache.simulator.workload import Workload
 
@@ -151,26 +141,23 @@ def _simulate(
     policy = eviction_policy(setting.policy)
     host_policy = eviction_policy(setting.host_policy)
     future = _future(workload, setting, policy.offline or host_policy.offline, reference)
-    cache = new_cache(workload, setting.capacity, policy, setting, future)._replace(log=empty_log(log_room))
+    cache = new_cache(workload, setting.capacity, policy, setting, future)
+    cache.keep_log(log_room)
+    host = cache
     if setting.write_through and setting.host_capacity:
         host = new_cache(workload, setting.host_capacity, host_policy, setting, future)
-    else:
-        if setting.host_capacity:
-            cache = _with_victims(cache, setting, host_policy, workload.page_size)
-        host = cache
+    elif setting.host_capacity:
+        cache.add_host_tier(setting.host_capacity, host_policy)
     loop = _loop(workload, setting)
-    cache.clock[0]["now"] = 0.0
-    admit(loop, cache)
-    handled = 0
-    while not run_events(loop, cache, host, 1 << 16):
-        handled = int((cache.fates["done_stamp"] > 0).sum()) if progress else 0
+    admit(loop.record, cache.record)
+    while not run_events(loop.record, cache.record, host.record, 1 << 16):
         if progress:
-            progress(handled)
+            progress(int((cache.fates["done_stamp"] > 0).sum()))
     if progress:
         progress(len(workload.requests))
-    if cache.state[0]["broken"] or host.state[0]["broken"] or (cache.fates["done_stamp"] == 0).any():
+    if cache.record["broken"] or host.record["broken"] or (cache.fates["done_stamp"] == 0).any():
         raise RuntimeError(f"the simulator broke an invariant with {setting}; please report it with the trace")
-    return _outcome(workload, setting, cache, loop), int(cache.state[0]["logged"])
+    return _outcome(workload, setting, cache, loop), int(cache.record["logged"])
 
 
 def _check(setting: Setting, page: int) -> None:
@@ -212,100 +199,44 @@ def unbounded(setting: Setting) -> Setting:
     return replace(setting, policy="lru", capacity=UNBOUNDED, host_capacity=0, admission="none")
 
 
-def _order(policy: EvictionPolicy, nodes: int) -> tuple[Order, int]:
-    """An empty victim order, and its first learned row (or NONE)."""
-    group, key = compiled_eviction(policy)
-    bins = len(AGE_EDGES) - 1 if policy.learned_groups else 1
-    ranks = np.repeat(np.arange(policy.groups, dtype=np.float64)[:, None], bins, axis=1)
-    learned = NONE
-    if policy.learned_groups:
-        learned = policy.learned_groups[0]
-        if policy.learned_groups != tuple(range(learned, learned + RANK_ROWS)):
-            raise ValueError(f"policy {policy.name}: it must learn {RANK_ROWS} groups in a row, one a row of ranks")
-        ranks -= policy.groups  # below every learned rank, which is at least 0
-        ranks[learned:] = GapTable().ranks
-    places = np.zeros(nodes, dtype=PLACE)
-    places["bucket"] = NONE
-    buckets = policy.groups * bins
-    roots, listed = np.full(buckets, NONE, dtype=np.int32), np.full(buckets, NONE, dtype=np.int32)
-    return Order(places, roots, np.zeros(buckets + 1, np.int32), listed, ranks, AGE_EDGES, group, key), learned
-
-
-def new_cache(
-    workload: Workload,
-    capacity: int,
-    policy: EvictionPolicy,
-    setting: Setting,
-    future: Future,
-) -> Cache:
+def new_cache(workload: Workload, capacity: int, policy: EvictionPolicy, setting: Setting, future: Future) -> Cache:
     """An empty cache of ``capacity`` tokens for the workload."""
     used = len(workload.nodes)
     # Refilling a truncated node splits it: at most once when a request starts and once when it ends.
     room = used + (2 * len(workload.requests) if setting.truncate else 0) + 1
     nodes = np.zeros(room, dtype=workload.nodes.dtype)
     nodes[:used] = workload.nodes
-    order, learned = _order(policy, len(nodes))
-    no_host, _ = _order(eviction_policy("lru"), 1)
-    state = np.zeros(1, dtype=CACHE_STATE)
-    state["capacity"] = capacity // workload.page_size
-    state["page"] = workload.page_size
-    state["nodes"] = used
-    state["truncate"] = setting.truncate
-    state["insert_output"] = setting.insert_output
-    state["uses_depth"] = policy.uses_depth
-    state["learned"] = learned
-    state["host_learned"] = NONE
-    return Cache(
-        state,
-        np.zeros(1, dtype=CLOCK),
-        nodes,
-        order,
-        no_host,
-        workload.requests,
-        workload.flows.copy(),
-        np.zeros(len(workload.requests), dtype=FATE),
-        np.zeros(len(workload.flows) + 1, dtype=np.int32),
-        new_counts(),
-        np.zeros(GAP_ROWS, dtype=np.int32),
-        *future,
-        empty_log(0),
-    )
-
-
-def _with_victims(cache: Cache, setting: Setting, policy: EvictionPolicy, page: int) -> Cache:
-    order, learned = _order(policy, len(cache.nodes))
-    cache.state["host_capacity"] = setting.host_capacity // page
-    cache.state["host_uses_depth"] = policy.uses_depth
-    cache.state["host_learned"] = learned
-    return cache._replace(host=order)
+    cache = Cache(workload, nodes, policy, future)
+    cache.record["capacity"] = capacity // workload.page_size
+    cache.record["node_count"] = used
+    cache.record["truncate"] = setting.truncate
+    cache.record["insert_output"] = setting.insert_output
+    return cache
 
 
 def _loop(workload: Workload, setting: Setting) -> Loop:
-    state = np.zeros(1, dtype=LOOP)
-    state["clients"] = setting.sessions
-    state["service"] = setting.service
-    state["write_through"] = setting.write_through and setting.host_capacity > 0
-    state["think_cap"] = setting.think_cap
-    state["prefill"], state["decode"] = setting.prefill_speed, setting.decode_speed
-    state["restore"] = setting.restore_speed
-    start, go_on = compiled_admission(admission_policy(setting.admission))
-    return Loop(
-        state,
-        np.zeros(len(workload.flows) + 8, dtype=EVENT),
-        np.zeros(len(workload.requests), dtype=np.int32),
-        np.zeros(setting.sessions, dtype=np.int32),
-        session_order(workload, setting.order_seed),
-        np.zeros(setting.sessions),
-        workload.sessions.copy(),
-        workload.requests["joins"].copy(),
-        start,
-        go_on,
-    )
+    loop = Loop(workload, setting.sessions, session_order(workload, setting.order_seed))
+    policy = admission_policy(setting.admission)
+    start, go_on = compiled_admission(policy)
+    loop.call("admit", start)
+    loop.call("go_on", go_on)
+    values = {
+        "admits_all": policy.start is always and policy.go_on is always,
+        "service": setting.service,
+        "write_through": setting.write_through and setting.host_capacity > 0,
+        "think_cap": setting.think_cap,
+        "prefill": setting.prefill_speed,
+        "decode": setting.decode_speed,
+        "restore": setting.restore_speed,
+    }
+    for name, value in values.items():
+        loop.record[name] = value
+    return loop
 
 
 def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> Outcome:
     fates: Any = cache.fates
-    s = cache.state[0]
+    s = cache.record
     page = workload.page_size
     waits = fates["start"] - fates["ready"]
     starts = loop.sessions["started"] - loop.sessions["wanted"]
@@ -324,7 +255,7 @@ def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> 
         wait_p95=float(np.percentile(waits, 95)),
         start_wait_mean=float(starts.mean()),
         start_wait_p95=float(np.percentile(starts, 95)),
-        parkings=int(loop.state[0]["parkings"]),
+        parkings=int(loop.record["parkings"]),
         evicted=evicted,
         evictions=int(s["evictions"]),
         rank_rebuilds=int(s["rebuilds"]),
@@ -334,5 +265,5 @@ def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> 
 
 
 def _mean_context(loop: Loop) -> float:
-    s = loop.state[0]
+    s = loop.record
     return float(s["area"] / s["busy"]) if s["busy"] else 0.0

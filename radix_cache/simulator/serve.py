@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from radix_cache.gaps import LEAD_CLASSES, LEADS, REFRESH, SHARED_GAPS
+from typing import Any
+
+from radix_cache.gaps import AGE_BINS, GAP_ROWS, LEAD_CLASSES, LEADS, REFRESH, SHARED_GAPS
 from radix_cache.gaps import count_gap as _count_gap
 from radix_cache.gaps import gap_row as _gap_row
 from radix_cache.gaps import new_pace as _new_pace
 from radix_cache.gaps import rank_gaps as _rank_gaps
+from radix_cache.simulator.host_tier import host_match
 from radix_cache.simulator.jit import core
-from radix_cache.simulator.layout import DONE, NONE, REJECTED, ROOT, RUNNING, Cache
-from radix_cache.simulator.order import age_bin, discard
-from radix_cache.simulator.tree import (
-    cut,
-    evict,
-    host_match,
-    insert,
-    match,
-    offer,
-    pinned_pages,
-    reoffer,
-    supersede,
-    touch,
+from radix_cache.simulator.layout import (
+    DONE,
+    NONE,
+    ORDER,
+    REJECTED,
+    ROOT,
+    RUNNING,
+    device,
+    fate_at,
+    flow_at,
+    host,
+    node_at,
+    request_at,
 )
+from radix_cache.simulator.memory import INDEX, floats_at, record_at
+from radix_cache.simulator.order import age_bin, discard
+from radix_cache.simulator.tree import cut, insert, match, pinned_pages, supersede, touch
+from radix_cache.simulator.victims import evict, offer, reoffer
 
 count_gap = core(_count_gap)
 rank_gaps = core(_rank_gaps)
@@ -30,47 +37,52 @@ new_pace = core(_new_pace)
 
 
 @core
-def observe(c: Cache, row: int, gap: float) -> None:
-    """Learn one gap; see ``radix_cache.gaps.GapTable.observe``, which this mirrors."""
-    s = c.state[0]
-    if s.learned == NONE and s.host_learned == NONE:
-        return
-    count_gap(c.counts, row, age_bin(gap, c.order.edges))
-    c.fresh[row] += 1
-    if c.fresh[row] < REFRESH:
-        return
-    c.fresh[row] = 0
-    s.rebuilds += 1
-    if s.learned != NONE:
-        first = s.learned + row * LEAD_CLASSES
-        rank_gaps(c.counts[row], c.order.edges, LEADS, c.order.ranks[first : first + LEAD_CLASSES])
-    if s.host_learned != NONE:
-        first = s.host_learned + row * LEAD_CLASSES
-        rank_gaps(c.counts[row], c.order.edges, LEADS, c.host.ranks[first : first + LEAD_CLASSES])
+def learns(c: Any) -> bool:
+    return bool(device(c).learned != NONE or host(c).learned != NONE)
 
 
 @core
-def arrive(c: Cache, request: int, previous: int) -> None:
+def observe(c: Any, row: int, gap: float) -> None:
+    """Learn one gap; see ``radix_cache.gaps.GapTable.observe``, which this mirrors."""
+    if not learns(c):
+        return
+    edges = floats_at(device(c).edges, 1, AGE_BINS + 1)[0]
+    counts = floats_at(c.counts, GAP_ROWS, AGE_BINS)
+    count_gap(counts, row, age_bin(gap, edges))
+    fresh = record_at(c.fresh, row, INDEX)
+    fresh.value += 1
+    if fresh.value < REFRESH:
+        return
+    fresh.value = 0
+    c.rebuilds += 1
+    for tier in range(2):
+        o = record_at(c.order, tier, ORDER)
+        if o.learned != NONE:
+            first = o.learned + row * LEAD_CLASSES
+            rank_gaps(counts[row], edges, LEADS, floats_at(o.ranks, o.groups, o.bins)[first : first + LEAD_CLASSES])
+
+
+@core
+def arrive(c: Any, request: int, previous: int) -> None:
     """A flow's next request is there: its gap is known."""
     if previous != NONE:
-        f = c.flows[c.requests[request].flow]
-        gap = c.clock[0].now - f.last_done
+        f = flow_at(c, request_at(c, request).flow)
+        gap = c.now - f.last_done
         observe(c, gap_row(f.stop, f.pace), gap)
-        f.pace = new_pace(f.pace, age_bin(gap, c.order.edges))
+        f.pace = new_pace(f.pace, age_bin(gap, floats_at(device(c).edges, 1, AGE_BINS + 1)[0]))
 
 
 @core
-def note_shared_use(c: Cache, request: int) -> None:
+def note_shared_use(c: Any, request: int) -> None:
     """Learn the gap between uses of the deepest head that this and another flow have in the cache."""
-    s = c.state[0]
-    if s.learned == NONE and s.host_learned == NONE:
+    if not learns(c):
         return
-    r = c.requests[request]
-    now = c.clock[0].now
+    r = request_at(c, request)
+    now = c.now
     node = r.head
     found = False
     while node != ROOT:
-        n = c.nodes[node]
+        n = node_at(c, node)
         if n.resident > 0:
             if not found and (n.shared != 0 or n.first != r.flow):
                 found = True
@@ -80,114 +92,113 @@ def note_shared_use(c: Cache, request: int) -> None:
 
 
 @core
-def start(c: Cache, request: int) -> bool:
+def start(c: Any, request: int) -> bool:
     """Begin a request: match, make room, insert the prompt, hold pages for the answer.
 
     False when it must wait until running requests free memory; nothing has changed then. A request larger than
     the cache is rejected: it hits nothing and leaves nothing.
     """
-    s = c.state[0]
-    r = c.requests[request]
-    fate = c.fates[request]
-    total = (r.prompt + r.output + s.page - 1) // s.page
-    c.clock[0].stamp += 1
-    fate.start_stamp = c.clock[0].stamp
-    fate.start = c.clock[0].now
-    if total > s.capacity:
+    r = request_at(c, request)
+    fate = fate_at(c, request)
+    total = (r.prompt + r.output + c.page - 1) // c.page
+    c.stamp += 1
+    fate.start_stamp = c.stamp
+    fate.start = c.now
+    if total > c.capacity:
         fate.status = REJECTED
         return True
     frontier = match(c, r.cap)
-    f = c.nodes[frontier]
+    f = node_at(c, frontier)
     hit = f.start + f.resident
     need = total - hit
     # Cheap and sufficient first. A prompt that is cached to its last token holds one page twice: it is computed
     # again because its logits are needed.
-    if s.promised + total + 1 > s.capacity:
+    if c.promised + total + 1 > c.capacity:
         held = pinned_pages(c, frontier)
-        if s.reserved + held + need > s.capacity:
+        if c.reserved + held + need > c.capacity:
             return False
-    flow = c.flows[r.flow]
+    flow = flow_at(c, r.flow)
     flow.context = r.prompt + r.output
     flow.newest = request
     fate.status = RUNNING
     note_shared_use(c, request)
     if flow.last_end != NONE:
         supersede(c, flow.last_end, r.end)
-    discard(c.order, frontier)
+    discard(device(c), frontier)
     f.pins += 1
-    cut(c, frontier)  # a server splits the node when it matches: only then does it evict
-    s.cause = request
-    if not evict(c, need - (s.capacity - s.used - s.reserved)):
-        s.broken = 1
+    # Before anything is evicted: what hangs below the match must not take it along as one radix node.
+    cut(c, frontier)
+    c.cause = request
+    if not evict(c, need - (c.capacity - c.used - c.reserved)):
+        c.broken = 1
     # Evicted pages may have gone to the host, and the host may have dropped some: match there only now.
-    host = 0
-    if s.host_capacity > 0:
-        host = host_match(c, r.cap, frontier)
+    from_host = 0
+    if c.host_capacity > 0:
+        from_host = host_match(c, r.cap, frontier)
     if hit > 0:
         f.hits += 1.0
     f.pins -= 1
     inserted = insert(c, r.end, r.flow, request)
-    end = c.nodes[r.end]
-    discard(c.order, r.end)
+    end = node_at(c, r.end)
+    discard(device(c), r.end)
     end.pins += 1
     flow.last_end = r.end
-    fate.hit = hit * s.page
-    fate.host = host * s.page
+    fate.hit = hit * c.page
+    fate.host = from_host * c.page
     fate.reserve = total - hit - inserted
     fate.total = end.start + end.length + fate.reserve
-    fate.place = s.running
-    s.reserved += fate.reserve
-    s.promised += fate.total
-    c.running[s.running] = request
-    s.running += 1
+    fate.place = c.running_count
+    c.reserved += fate.reserve
+    c.promised += fate.total
+    record_at(c.running, c.running_count, INDEX).value = request
+    c.running_count += 1
     return True
 
 
 @core
-def finish(c: Cache, request: int) -> None:
+def finish(c: Any, request: int) -> None:
     """End a request: insert its answer's pages, release the rest, unpin."""
-    s = c.state[0]
-    r = c.requests[request]
-    fate = c.fates[request]
-    flow = c.flows[r.flow]
-    c.clock[0].stamp += 1
-    fate.done_stamp = c.clock[0].stamp
-    fate.done = c.clock[0].now
+    r = request_at(c, request)
+    fate = fate_at(c, request)
+    flow = flow_at(c, r.flow)
+    c.stamp += 1
+    fate.done_stamp = c.stamp
+    fate.done = c.now
     flow.stop = r.stop
-    flow.last_done = c.clock[0].now
+    flow.last_done = c.now
     if fate.status == REJECTED:
         return
-    s.running -= 1
-    last = c.running[s.running]
-    c.running[fate.place] = last
-    c.fates[last].place = fate.place
-    s.promised -= fate.total
-    s.reserved -= fate.reserve
+    c.running_count -= 1
+    last = record_at(c.running, c.running_count, INDEX).value
+    record_at(c.running, fate.place, INDEX).value = last
+    fate_at(c, last).place = fate.place
+    c.promised -= fate.total
+    c.reserved -= fate.reserve
     end = r.end
-    if s.insert_output != 0:
+    if c.insert_output != 0:
         end = r.kv
         insert(c, end, r.flow, request)
     else:
         touch(c, end, r.flow, request)
-    c.nodes[r.end].pins -= 1
+    node_at(c, r.end).pins -= 1
     flow.last_end = end
-    discard(c.order, end)
+    discard(device(c), end)
     offer(c, end)
     if end != r.end:
-        discard(c.order, r.end)
+        discard(device(c), r.end)
         offer(c, r.end)
     fate.status = DONE
 
 
 @core
-def set_state(c: Cache, flow: int, state: int) -> None:
+def set_state(c: Any, flow: int, state: int) -> None:
     """A flow ended, was parked or goes on: its newest sequence is scored again."""
-    f = c.flows[flow]
+    f = flow_at(c, flow)
     f.state = state
     node = f.last_end
     if node == NONE:
         return
-    while c.nodes[node].resident == 0:
+    while node_at(c, node).resident == 0:
         reoffer(c, node)
-        node = c.nodes[node].parent
+        node = node_at(c, node).parent
     reoffer(c, node)

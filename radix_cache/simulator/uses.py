@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radix_cache.simulator.jit import jit
-from radix_cache.simulator.layout import NONE, ROOT, Records
+from radix_cache.simulator.layout import NONE, PLAN, ROOT, Records
 from radix_cache.simulator.workload import Workload
 
 
@@ -29,13 +29,13 @@ def _sweep(nodes: Any, requests: Any, order: Any, offsets: Any, uses: Any, comin
 
 
 @jit
-def _elapsed(requests: Any, flows: Any, think_cap: float, decode: float, elapsed: Any) -> None:
+def _note_elapsed(requests: Any, flows: Any, think_cap: float, decode: float, plans: Any) -> None:
     for flow in range(len(flows)):
         request = flows[flow].first
         at = 0.0
         while request != NONE:
             r = requests[request]
-            elapsed[request] = at
+            plans[request].elapsed = at
             at += r.output / decode if np.isnan(r.service) else r.service
             request = r.next
             if request != NONE:
@@ -46,12 +46,10 @@ class Future(NamedTuple):
     """What a policy that knows the future reads; all empty for the others."""
 
     next_use: npt.NDArray[np.int32]  # next request by (request, level of the node in its path), flat
-    next_offset: npt.NDArray[np.int64]  # where each request begins in it
-    elapsed: npt.NDArray[np.float64]  # seconds from a flow's first start to a request's
-    expected: npt.NDArray[np.float64]  # seconds at which a request started in the known order
+    plans: Records  # PLAN, by request
 
 
-UNKNOWN = Future(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), np.empty(0))
+UNKNOWN = Future(np.empty(0, np.int32), np.empty(0, PLAN))
 
 
 def known_future(workload: Workload, fates: Records, *, capacity: int, think_cap: float, decode_speed: float) -> Future:
@@ -67,6 +65,8 @@ def known_future(workload: Workload, fates: Records, *, capacity: int, think_cap
     offsets = np.concatenate(([0], np.cumsum(depth)[:-1]))
     uses = np.full(int(depth.sum()), NONE, dtype=np.int32)
     _sweep(nodes, requests, order, offsets, uses, np.full(len(nodes), NONE, dtype=np.int32))
-    elapsed = np.zeros(len(requests))
-    _elapsed(requests, workload.flows, think_cap, decode_speed, elapsed)
-    return Future(uses, offsets, elapsed, fates["start"].copy())
+    plans = np.zeros(len(requests), dtype=PLAN)
+    plans["next_use"] = offsets
+    plans["expected"] = fates["start"]
+    _note_elapsed(requests, workload.flows, think_cap, decode_speed, plans)
+    return Future(uses, plans)
