@@ -12,7 +12,7 @@ def percent(fraction: float | None) -> str:
 
 def points(difference: float) -> str:
     """A difference of two rates, in percentage points, with its sign."""
-    return f"{100 * difference:+.2f}"
+    return f"{100 * difference + 0.0:+.2f}"  # never -0.00
 
 
 def count(number: int | None) -> str:
