@@ -82,12 +82,12 @@ def redis_adapter(url: str, client: RedisClient) -> dict[str, object]:
         login = {"username": unquote(parts.username or "default"), "password": unquote(parts.password)}
     if client == "resp":
         return {"type": "resp", "host": parts.hostname, "port": port, **login}
-    # The default of 5 s blocks lookups for as long as a Redis is away, several times over.
+    # The default of 5 s blocks lookups for as long as a Redis is away, several times over. The wait for the first
+    # connections stays LMCache's 10 s: they are made while the daemon still loads, and without them it ends.
     return {
         "type": "valkey",
         "startup_nodes": f"{parts.hostname}:{port}",
         "request_timeout": 0.25,
-        "connection_timeout": 0.5,
         **login,
     }
 

@@ -69,7 +69,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
     rng = random.Random(0)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     cached: dict[str, set[tuple[int, int]]] = {way: set() for way in WAYS}
-    worst = 0.0
+    worst, exact = 0.0, True
     with httpx.Client(base_url=url, timeout=600) as http:
         generate(http, [rng.randrange(16, 256) for _ in range(1024)])  # warm up
         for _ in range(rounds):
@@ -84,6 +84,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
                 cached[way].add((meta["cached_tokens"], (meta.get("cached_tokens_details") or {}).get("storage", 0)))
                 answers.append(answer)
             worst = max(worst, difference(answers))
+            exact = exact and difference(answers[1:]) == 0.0
         restored, verified, refused = (counted(http, event) for event in ("restored", "verified", "refused"))
     medians = {way: statistics.median(values) for way, values in seconds.items()}
     return {
@@ -94,6 +95,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
         "restored_over_device": round(medians["restored"] / medians["device"], 2),
         "cached_and_restored_tokens": {way: sorted(values) for way, values in cached.items()},
         "largest_difference_of_a_logprob": worst,
+        "restored_equals_device_bit_for_bit": exact,
         "tokens_restored": restored,
         "tokens_verified": verified,
         "tokens_refused": refused,
@@ -124,6 +126,7 @@ def main(rounds: int, out: Path | None) -> None:
         out.write_text(text + "\n")
     whole = (TOKENS - 1) // 256 * 256
     good = result["largest_difference_of_a_logprob"] < 1e-4 and result["tokens_refused"] == 0
+    good = good and result["restored_equals_device_bit_for_bit"]
     good = good and result["cached_and_restored_tokens"]["restored"] == [(whole, whole)]
     sys.exit(0 if good and result["tokens_verified"] == result["tokens_restored"] > 0 else 1)
 
