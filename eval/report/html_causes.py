@@ -38,9 +38,10 @@ def evictions(found: AttributionReport) -> str:
         ("", (text(row.by_title), text(row.victim_title), text(row.cause.replace("_", " ")), count(row.tokens)))
         for row in found.evictions
     ]
-    page = "<h2>Evictions that cost a hit</h2>" + table(
-        ("memory needed for", "the conversation that lost it was", "tier", "tokens"), rows, left=3
-    )
+    page = (
+        '<h2>Evictions that cost a hit</h2><p class="dim">What the memory was needed for, and what the conversation '
+        "that had used it last was doing.</p>"
+    ) + table(("memory for", "victim", "tier", "tokens"), rows, left=3)
     if found.evictors:
         sessions = [
             ("", (text(row.session), count(row.tokens_of_others), count(row.tokens_of_itself)))
