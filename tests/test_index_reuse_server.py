@@ -53,14 +53,18 @@ class Prompt:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reuse")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_checkpoint: Path, folder: Path) -> Iterator[TinyServer]:
     settings: dict[str, Any] = {
         "kv.capacity_tokens": 32_768,
         "prefill_chunk": PREFILL_CHUNK,
         "index_reuse": REUSE,
         "tp": TP,
     }
-    folder = tmp_path_factory.mktemp("reuse")
     if EAGLE3:
         settings["eagle3.draft"] = str(write_tiny_eagle3(folder / "draft"))
         settings["env"] = dict(enable(folder / "plugin", folder / "script.json"))
@@ -75,7 +79,7 @@ def pattern(tiny_checkpoint: Path) -> ReusePattern:
 
 
 @pytest.fixture(scope="module")
-def prompts(server: TinyServer, pattern: ReusePattern, tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
+def prompts(server: TinyServer, pattern: ReusePattern, folder: Path) -> list[Prompt]:
     reference = ReferenceM3(server.checkpoint)
     reference.share_selections(pattern.source_of)
     kept = []
@@ -92,9 +96,8 @@ def prompts(server: TinyServer, pattern: ReusePattern, tmp_path_factory: pytest.
     assert len(kept) >= KEPT
     assert max(lengths) > PREFILL_CHUNK, "no prompt that is prefilled in chunks"
     if EAGLE3:  # from here on drafts are right in part
-        (script,) = tmp_path_factory.getbasetemp().glob("reuse*")
         more = {key_of(p.ids): p.output + [0] * 4 for p in kept}  # drafts reach beyond the end
-        write_script(script / "script.json", more)
+        write_script(folder / "script.json", more)
     return kept
 
 
