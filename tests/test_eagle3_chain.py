@@ -101,6 +101,15 @@ def test_verification_follows_the_tree_that_was_built(seed: int) -> None:
         assert int(bonus[request]) == int(predicted[request, kept[-1]])
 
 
+def test_verification_on_a_cpu_is_greedy_as_on_sglangs_own_cpu_engine() -> None:
+    from sglang.srt.speculative.eagle_utils import _verify_uses_greedy
+
+    for drawn in (True, False):
+        asked = {"is_all_greedy": not drawn, "is_hip": False, "is_xpu": False, "use_rejection_sampling": False}
+        ours = sglang_eagle3_kernels.verify_greedily(is_cpu=False, **asked)
+        assert ours is inspect.unwrap(_verify_uses_greedy)(is_cpu=True, **asked) is True
+
+
 def test_a_tree_is_refused() -> None:
     rows = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"linear chain.*topk 1, got 4"):

@@ -113,6 +113,13 @@ def verify_chain(
     return predicts, accept_index, accept_token_num
 
 
+def verify_greedily(
+    *, is_all_greedy: bool, is_cpu: bool, is_hip: bool, is_xpu: bool, use_rejection_sampling: bool
+) -> bool:
+    """REPLACE ``_verify_uses_greedy``: what it answers for SGLang's own CPU engine, whatever the temperature."""
+    return True
+
+
 def fill_bonus_tokens(
     accept_tokens: torch.Tensor,
     accept_lens: torch.Tensor,

@@ -194,6 +194,12 @@ def eagle3_cpu_hooks() -> tuple[Hook, ...]:
         Hook(f"{kernels}.spec_tree.verify_tree_greedy_func", "replace", sglang_eagle3_kernels.verify_chain, triton),
         Hook(f"{kernels}.eagle.fill_bonus_tokens_func", "replace", sglang_eagle3_kernels.fill_bonus_tokens, triton),
         Hook(
+            "sglang.srt.speculative.eagle_utils._verify_uses_greedy",
+            "replace",
+            sglang_eagle3_kernels.verify_greedily,
+            "a batch with a temperature would run Triton kernels; on its own CPU engine SGLang verifies greedily",
+        ),
+        Hook(
             f"{factory}.create_decode_backend",
             "around",
             sglang_eagle3_attention.draft_decode_backend,
