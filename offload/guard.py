@@ -6,7 +6,7 @@ Pure: clocks and operations come from outside.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Clock = Callable[[], float]
@@ -125,3 +125,29 @@ class Health:
         if self.online:
             self.losses += 1
         self.online = False
+
+
+class Refused:
+    """Pages that were restored wrong lately, by digest: asking for them again would cost a load each time.
+
+    The daemon keeps what it holds under a key, so storing the page anew does not mend it; that it has evicted it by
+    now cannot be seen. Hence a page is tried again after ``keep_s`` seconds.
+    """
+
+    def __init__(self, keep_s: float = 300.0, *, clock: Clock = time.monotonic) -> None:
+        self._keep_s = keep_s
+        self._clock = clock
+        self._until: dict[int, float] = {}
+
+    def add(self, digests: Iterable[int]) -> None:
+        now = self._clock()
+        self._until = {digest: until for digest, until in self._until.items() if until > now}
+        self._until.update(dict.fromkeys(digests, now + self._keep_s))
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def first(self, digests: Sequence[int]) -> int:
+        """Position of the first page among ``digests`` that was refused; their number where none was."""
+        now = self._clock()
+        return next((i for i, digest in enumerate(digests) if self._until.get(digest, now) > now), len(digests))

@@ -57,11 +57,15 @@ class Sealer:
         """Seal pages as they are now. ``pages``: int64 page numbers; ``digests``: int64, one a page."""
         self._seals[pages] = torch.stack([self.checksums(pages), digests.to(self._seals.device)], dim=1)
 
-    def failures(self, pages: torch.Tensor, digests: torch.Tensor) -> int:
-        """How many of the pages do not hold what their seal and the tokens say. Waits for the device."""
+    def wrong(self, pages: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
+        """Which of the pages do not hold what their seal and the tokens say: bool, on the host."""
         found = self._seals[pages]
         wrong = (found[:, 0] != self.checksums(pages)) | (found[:, 1] != digests.to(self._seals.device))
-        return int(wrong.sum())
+        return wrong.cpu()
+
+    def failures(self, pages: torch.Tensor, digests: torch.Tensor) -> int:
+        """How many of the pages are ``wrong``."""
+        return int(self.wrong(pages, digests).sum())
 
     def checksums(self, pages: torch.Tensor) -> torch.Tensor:
         """Checksum of each page over all planes, int64."""

@@ -180,6 +180,11 @@ def handle(name: str) -> CacheRequestHandle:
     return CacheRequestHandle(name, 0)
 
 
+def slack() -> float:
+    """Seconds that an operation may take beyond its deadline: 1, or more where processes queue for the cores."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def wait_until(condition: Any, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -25,11 +25,10 @@ from agentserve.launch.daemon import Daemon, daemon_plan
 from agentserve.launch.host import free_port
 from offload.daemon import DaemonSpec
 from offload.settings import OffloadError, OffloadSettings
-from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, tokens_of, wait_until
+from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, slack, tokens_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
-SLACK_S = 1.0  # beyond a deadline
 TIMES = OffloadSettings(
     lookup_deadline=2.0, load_deadline=2.0, store_deadline=2.0, ping_interval=0.5, ping_deadline=3.0
 )
@@ -114,6 +113,7 @@ def test_full_and_partial_prefixes_come_back_bit_for_bit_after_the_engine_restar
 
 
 def test_index_keys_that_are_lost_in_a_restore_are_caught(bench: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, _ = stored(bench)
     ids, held = stored(bench)
     before = free_tokens(bench)
     restore = type(bench.connector)._wait_for
@@ -130,6 +130,9 @@ def test_index_keys_that_are_lost_in_a_restore_are_caught(bench: Lab, monkeypatc
         assert bench.load(request) is None  # recomputed
         bench.cache.check_hicache_events()
         assert free_tokens(bench) == before
+        # It is not asked for again, but what comes before it and beside it is.
+        assert bench.found(bench.request("known", ids)) == 0
+        assert bench.found(bench.request("beside", other)) == 1024
         # What the seals are for: without them the same loss goes unnoticed.
         patch.setattr(bench.connector, "_sealer", None)
         request = bench.request("unsealed", ids)
@@ -161,7 +164,7 @@ def test_a_frozen_daemon_delays_a_load_by_its_deadline_and_its_late_write_hits_n
     with frozen(daemon):
         started = time.monotonic()
         assert bench.load(request) is None
-        assert time.monotonic() - started < TIMES.load_deadline + SLACK_S
+        assert time.monotonic() - started < TIMES.load_deadline + slack()
         assert not bench.connector.online
         bench.cache.check_hicache_events()
         assert free_tokens(bench) == total - 1024
@@ -192,11 +195,11 @@ def test_a_frozen_daemon_delays_one_lookup_by_its_deadline_and_the_next_not_at_a
     with frozen(daemon):
         started = time.monotonic()
         assert bench.found(bench.request("first", ids)) == 0
-        assert time.monotonic() - started < max(TIMES.lookup_deadline, TIMES.ping_deadline) + SLACK_S
+        assert time.monotonic() - started < max(TIMES.lookup_deadline, TIMES.ping_deadline) + slack()
         started = time.monotonic()
         assert bench.found(bench.request("second", ids)) == 0
         assert not bench.connector.online
-        assert time.monotonic() - started < SLACK_S
+        assert time.monotonic() - started < slack()
         bench.connector.finish_request("first")
     back_online(bench)
     assert bench.found(bench.request("third", ids)) == 1024
@@ -218,7 +221,7 @@ def test_a_frozen_daemon_holds_stored_tokens_no_longer_than_the_deadline(bench: 
         while bench.cache.has_pending_cache_operations():
             bench.cache.check_hicache_events()
             time.sleep(0.01)
-            assert time.monotonic() - started < TIMES.store_deadline + SLACK_S
+            assert time.monotonic() - started < TIMES.store_deadline + slack()
         bench.cache.evict(EvictParams(num_tokens=1024))
         assert free_tokens(bench) == total
         # Others use the slots while the daemon still has the order to read them.
@@ -241,11 +244,11 @@ def test_a_killed_daemon_is_given_up_at_once_and_used_again_when_it_is_back(benc
     os.kill(daemon.pid, signal.SIGKILL)
     started = time.monotonic()
     assert bench.load(request) is None
-    assert time.monotonic() - started < TIMES.load_deadline + SLACK_S
+    assert time.monotonic() - started < TIMES.load_deadline + slack()
     wait_until(lambda: (bench.cache.check_hicache_events(), free_tokens(bench) == total)[1], 30)  # it is dead
     started = time.monotonic()
     assert bench.found(bench.request("meanwhile", ids)) == 0
-    assert time.monotonic() - started < SLACK_S
+    assert time.monotonic() - started < slack()
     back_online(bench)
     assert daemon.starts == starts + 1
     assert bench.found(bench.request("lost", ids)) == 0  # host memory went with the daemon
@@ -265,7 +268,7 @@ def test_without_a_daemon_the_server_starts_and_answers_and_takes_the_daemon_whe
         started = time.monotonic()
         assert bench.found(bench.request("nobody", prompt())) == 0
         assert not bench.store("nobody", prompt(), bench.take(1024))
-        assert time.monotonic() - started < SLACK_S
+        assert time.monotonic() - started < slack()
         os.kill(daemon.pid or 0, signal.SIGCONT)
         back_online(bench)
         ids, _ = stored(bench)

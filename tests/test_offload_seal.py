@@ -14,7 +14,7 @@ import torch
 
 from offload.daemon import DaemonSpec, daemon_command, redis_adapter
 from offload.fingerprint import FingerprintError, fingerprint
-from offload.guard import DeadlineFuture, Health, Held, Quarantine
+from offload.guard import DeadlineFuture, Health, Held, Quarantine, Refused
 from offload.seal import Sealer, new_seals, pages_of
 from offload.segments import clear_stale_segments, stale_segments
 from offload.settings import OffloadError, OffloadSettings, settings_from
@@ -186,6 +186,19 @@ def test_quarantine_frees_in_order_and_only_what_nobody_can_write_to() -> None:
     dead[0] = True
     assert held.release(held.ready()) == ["c"]
     assert len(held) == 0
+
+
+def test_refused_pages_are_tried_again_after_a_while() -> None:
+    now = [0.0]
+    refused = Refused(10.0, clock=lambda: now[0])
+    assert refused.first([5, 6, 7]) == 3
+    refused.add([6])
+    assert refused.first([5, 6, 7]) == 1
+    assert refused.first([5, 7]) == 2
+    now[0] = 11.0
+    assert refused.first([5, 6, 7]) == 3
+    refused.add([9])
+    assert len(refused) == 1  # forgotten, not only ignored
 
 
 def test_health_counts_losses_once() -> None:

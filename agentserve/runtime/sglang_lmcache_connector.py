@@ -25,7 +25,7 @@ from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation,
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of
 from offload.fingerprint import fingerprint
-from offload.guard import DeadlineFuture, Health
+from offload.guard import DeadlineFuture, Health, Refused
 from offload.seal import Sealer, pages_of
 from offload.settings import OffloadError, settings_from
 
@@ -57,6 +57,7 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
         self._daemon: psutil.Process | None = None
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._sealer: Sealer | None = None
+        self._refused = Refused()
         self._lookup_deadlines: dict[str, float] = {}
         self._unended: deque[str] = deque(maxlen=_MAX_UNENDED)  # sessions to end once the daemon is back
         self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
@@ -200,7 +201,28 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
             elif late:
                 self._trouble("a lookup was not answered in time")
             self.counters.lookup(outcome)
+            if hit and self._sealer is not None:
+                hit = self._before_refused(operation, hit)
         return hit
+
+    def _before_refused(self, operation: LMCacheLookupOperation, hit: int) -> int:
+        """The tokens of a hit before the first page that any rank has refused lately; the rest is not asked for."""
+        assert self._sealer is not None
+        good = hit
+        if len(self._refused):
+            digests = self._sealer.digests(operation.token_ids[:hit], operation.cache_salt, 0).tolist()
+            good = self._refused.first(digests) * self.page_size // self.chunk_size * self.chunk_size
+        agreed = torch.tensor([good], dtype=torch.int64)
+        self.parallel_all_reduce(agreed, torch.distributed.ReduceOp.MIN)
+        good = int(agreed.item())
+        if good < hit:
+            if self.is_lookup_leader:
+                key = self._create_key(operation, start=good, end=hit, worker_id=None)
+                self._track_control_future(self._req_client.free_lookup_locks(key, self.kv_world_size))
+            operation.total_hit_tokens = good
+            operation.locks_held = good > 0
+            self._store_submitted_tokens[operation.request_id] = good
+        return good
 
     # --- load
 
@@ -251,7 +273,9 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
         )
         on_device = pages.device.type != "cpu"
         with torch.get_device_module(pages.device).stream(stream) if on_device else nullcontext():
-            wrong = self._sealer.failures(pages, digests)
+            bad = self._sealer.wrong(pages, digests)
+        self._refused.add(digests[bad].tolist())
+        wrong = int(bad.sum())
         self.counters.tokens("verified", (len(pages) - wrong) * self.page_size)
         if wrong:
             self.counters.tokens("refused", len(pages) * self.page_size)
