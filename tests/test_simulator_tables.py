@@ -94,7 +94,7 @@ def test_tables_of_recorded_sessions(weka_archive: Path) -> None:
     report, _ = tables(sessions, plan)
     check(report, plan)
     shares = {(r["service"], r["half"]): r["share"] for r in report["shares"]}
-    assert min(shares.values()) > 0.5, shares
+    assert min(shares.values()) > 0.3, shares
 
 
 def test_a_half_needs_sessions() -> None:
