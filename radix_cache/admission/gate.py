@@ -1,7 +1,8 @@
 """A gate: a session starts only while the contexts that run fill less than ``limit`` of the cache.
 
-Use it for the highest hit rate: started sessions run undisturbed, new ones wait their turn. A session that has
-started is never held, so contexts that grow can still overfill the cache; leave room (0.9).
+Use it where the live contexts nearly fit: started sessions run undisturbed, new ones wait their turn. A session that
+has started is never held, so contexts that grow can still overfill the cache; leave room (0.9). What it gains, and
+how long sessions wait: ``docs/design/policies.md``.
 Source: the working-set rule, Denning, "The working set model for program behavior", CACM 11(5), 1968.
 """
 

@@ -1,8 +1,8 @@
 """Parking: a session is held before its next prompt while it and all older sessions exceed ``limit`` of the cache.
 
-Use it for the highest throughput: it admits more than a gate does, overcommits a little (1.10, since not all
-sessions compute at once), and takes back what proves too much, newest first. A parked session loses its prefix
-before running ones do.
+Use it where memory is far short of the live contexts: every session starts, a little too much is let run (1.10,
+since not all sessions compute at once), and what proves too much is held back, newest first. A parked session
+loses its prefix before running ones do. Compared with a gate: ``docs/design/policies.md``.
 Source: load control by suspending the youngest process, Denning 1968 (see ``gate``).
 """
 
