@@ -1,0 +1,185 @@
+"""A real Redis behind a real daemon: what outlives the daemon, and what a Redis that goes away or is damaged does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentserve.launch.daemon import Daemon, daemon_plan
+from agentserve.launch.host import free_port
+from offload.daemon import DaemonSpec, RedisClient
+from offload.settings import OffloadSettings
+from tests.offload_lab import CHUNK, Lab, fill, lab, rows, same, slack, tokens_of, wait_until
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        shutil.which("redis-server") is None, reason="no redis-server here: apt-get install redis-server"
+    ),
+]
+
+TIMES = OffloadSettings(lookup_deadline=3.0, load_deadline=3.0, store_deadline=5.0, ping_interval=0.5)
+
+
+class Redis:
+    """A Redis on a free port, spoken to in its own protocol."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(
+            ["redis-server", *options], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_until(self.answers, 60)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+    def answers(self) -> bool:
+        try:
+            return self.ask("PING") == b"+PONG"
+        except OSError:
+            return False
+
+    def ask(self, *words: str) -> bytes:
+        """One command; the first line of the reply, or the value of a bulk string."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            parts = [f"*{len(words)}\r\n", *(f"${len(word)}\r\n{word}\r\n" for word in words)]
+            connection.sendall("".join(parts).encode())
+            with connection.makefile("rb") as reply:
+                line = reply.readline().rstrip()
+                return reply.read(int(line[1:])) if line[:1] == b"$" else line
+
+    def keys(self) -> int:
+        return int(self.ask("DBSIZE")[1:])
+
+    def cut_values(self) -> None:
+        """Make every value half as long."""
+        script = (
+            "for _, key in ipairs(redis.call('KEYS', '*')) do local value = redis.call('GET', key) "
+            "redis.call('SET', key, string.sub(value, 1, #value / 2)) end return 1"
+        )
+        assert self.ask("EVAL", script, "0") == b":1"
+
+    def damage_values(self) -> None:
+        """Change two bytes in the middle of every value."""
+        script = (
+            "for _, key in ipairs(redis.call('KEYS', '*')) do "
+            "local middle = math.floor(redis.call('STRLEN', key) / 2) "
+            "redis.call('SETRANGE', key, middle, 'xy') end return 1"
+        )
+        assert self.ask("EVAL", script, "0") == b":1"
+
+
+@pytest.fixture(scope="module", name="redis")
+def _redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    redis = Redis(tmp_path_factory.mktemp("redis"))
+    redis.start()
+    yield redis
+    redis.kill()
+
+
+@contextmanager
+def served(redis: Redis, client: RedisClient, checkpoint: Path, folder: Path) -> Iterator[tuple[Daemon, Lab]]:
+    spec = DaemonSpec(
+        "127.0.0.1", free_port(), free_port(), CHUNK, 0.5, l2=f"redis://127.0.0.1:{redis.port}", redis_client=client
+    )
+    with (
+        Daemon(daemon_plan(spec, folder), folder / f"{client}.log") as daemon,
+        lab(replace(TIMES, port=spec.port), checkpoint) as bench,
+    ):
+        yield daemon, bench
+
+
+def stored(bench: Lab, redis: Redis) -> tuple[list[int], list[object]]:
+    """A new prompt whose state is in Redis, and what its slots held."""
+    ids = tokens_of(time.monotonic_ns(), 1024)
+    slots = bench.take(1024)
+    held = rows(bench.pool, slots)
+    before = redis.keys()
+    assert bench.store(f"store-{ids[:4]}", ids, slots)
+    wait_until(lambda: redis.keys() == before + 4, 30)
+    bench.allocator.free(slots)
+    fill(bench.pool, 99)
+    return ids, list(held)
+
+
+def lose_memory(daemon: Daemon, bench: Lab) -> None:
+    """Restart the daemon: what it had in memory is gone."""
+    starts = daemon.starts
+    os.kill(daemon.pid or 0, signal.SIGKILL)
+    wait_until(lambda: not bench.connector.online, 30)
+    wait_until(lambda: bench.connector.online and daemon.starts > starts, 180)
+
+
+def timed_lookup(bench: Lab, name: str, ids: list[int]) -> int:
+    """Tokens found, within the deadline."""
+    started = time.monotonic()
+    found = bench.found(bench.request(name, ids))
+    assert time.monotonic() - started < TIMES.lookup_deadline + slack()
+    return found
+
+
+def test_valkey_outlives_the_daemon_and_a_redis_that_was_away(
+    redis: Redis, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    with served(redis, "valkey", tiny_checkpoint, tmp_path) as (daemon, bench):
+        ids, held = stored(bench, redis)
+        cut, _ = stored(bench, redis)
+        lose_memory(daemon, bench)
+        request = bench.request("from redis only", ids)
+        assert bench.found(request) == 1024
+        slots = bench.load(request)
+        assert slots is not None
+        assert same(rows(bench.pool, slots), held)  # type: ignore[arg-type]
+        bench.cache.check_hicache_events()
+
+        redis.kill()
+        assert timed_lookup(bench, "without redis", cut) == 0
+        redis.start()  # empty
+        bench.connector.finish_request("without redis")
+        wait_until(lambda: bench.connector.online, 60)
+        ids, held = stored(bench, redis)  # it is used again, by the same daemon
+        assert daemon.starts == 2
+
+        # Damaged and shortened values: refused or not found, never returned.
+        redis.damage_values()
+        lose_memory(daemon, bench)
+        request = bench.request("damaged", ids)
+        assert bench.found(request) == 1024
+        assert bench.load(request) is None
+        bench.cache.check_hicache_events()
+        redis.cut_values()
+        lose_memory(daemon, bench)
+        request = bench.request("cut", ids)
+        if bench.found(request):
+            assert bench.load(request) is None
+
+
+def test_resp_does_not_come_back_after_redis_was_away(redis: Redis, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Why valkey is the default. When this fails, LMCache's other client has learned to reconnect: measure again."""
+    with served(redis, "resp", tiny_checkpoint, tmp_path) as (_, bench):
+        stored(bench, redis)
+        redis.kill()
+        redis.start()
+        ids = tokens_of(time.monotonic_ns(), 1024)
+        bench.store("after", ids, bench.take(1024))
+        time.sleep(3)
+        assert redis.keys() == 0
