@@ -37,7 +37,8 @@ def _drafts(header: RunHeader) -> str:
     s = header.server.speculation
     if s is None:
         return "none"
-    return f"{s.algorithm}, {s.drafts} drafts" + (f", length {s.length}" if s.length is not None else "")
+    length = f", length {s.length}" if s.length is not None else ""
+    return f"{s.algorithm}, {s.drafts} drafts{length}, {s.keys or 'unknown'} keys"
 
 
 def _filter(header: RunHeader) -> str:
