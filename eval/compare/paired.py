@@ -21,8 +21,8 @@ SAMPLES = 2_000
 FEWEST_SESSIONS = 5  # with fewer, the samples are hardly any
 INTERVAL = (
     f"95 % intervals: {SAMPLES:,} bootstrap samples of whole sessions, paired by request; seed 0. With fewer than"
-    f" {FEWEST_SESSIONS} sessions none is given. They tell what other sessions would show, not what the same ones would in"
-    " another run: replay twice to see that."
+    f" {FEWEST_SESSIONS} sessions none is given. They tell what other sessions would show, not what"
+    " another run would: replay twice to see that."
 )
 
 Floats = npt.NDArray[np.float64]
