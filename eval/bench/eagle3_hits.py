@@ -79,8 +79,8 @@ def line(row: Row, against: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default=TRACE)
-    parser.add_argument("--capacity", type=int, default=131_072, help="tokens; ample")
-    parser.add_argument("--tight", type=int, default=8_192, help="tokens; 0 leaves the second round out")
+    parser.add_argument("--capacity", type=int, default=131_072, help="tokens; ample; 0 leaves this round out")
+    parser.add_argument("--tight", type=int, default=4_096, help="tokens; little; 0 leaves this round out")
     parser.add_argument("--concurrency", type=int, default=1, help="1: all servers see one order of requests")
     parser.add_argument("--max-output", type=int, default=4)
     arguments = parser.parse_args()
@@ -100,20 +100,22 @@ def main() -> None:
                 raise SystemExit(f"{label}: the replay ended as {result.status}")
             return {(r.session, r.flow, r.turn): r for r in read_run(folder / label).records()}
 
-        ample = arguments.capacity
-        off = play("off", ample)
-        reference = row_of(f"no drafts, {ample:,} tokens", off, off)
-        print(line(reference, reference), flush=True)
-        pair = row_of("EAGLE3, pair keys (SGLang)", play("pair", ample, draft=str(draft), radix_keys="pair"), off)
-        print(line(pair, reference), flush=True)
-        print(f"{'':34}pair keys must lose {pair_key_loss(off.values(), PAGE):,} tokens by theory")
-        token = row_of("EAGLE3, token keys (agentserve)", play("token", ample, draft=str(draft)), off)
-        print(line(token, reference), flush=True)
+        def compare(capacity: int, *rivals: tuple[str, str, dict[str, str]]) -> dict[Key, RequestRecord]:
+            off = play(f"off-{capacity}", capacity)
+            reference = row_of(f"no drafts, {capacity:,} tokens", off, off)
+            print(line(reference, reference), flush=True)
+            for title, label, eagle3 in rivals:
+                made = play(f"{label}-{capacity}", capacity, draft=str(draft), **eagle3)
+                print(line(row_of(title, made, off), reference), flush=True)
+            return off
+
+        token: tuple[str, str, dict[str, str]] = ("EAGLE3, token keys (agentserve)", "token", {})
+        if arguments.capacity:
+            pair = ("EAGLE3, pair keys (SGLang)", "pair", {"radix_keys": "pair"})
+            off = compare(arguments.capacity, pair, token)
+            print(f"{'':34}pair keys must lose {pair_key_loss(off.values(), PAGE):,} tokens by theory", flush=True)
         if arguments.tight:
-            small_off = row_of(f"no drafts, {arguments.tight:,} tokens", play("small-off", arguments.tight), off)
-            print(line(small_off, small_off), flush=True)
-            played = play("small-token", arguments.tight, draft=str(draft))
-            print(line(row_of("EAGLE3, token keys", played, off), small_off), flush=True)
+            compare(arguments.tight, token)
 
 
 if __name__ == "__main__":
