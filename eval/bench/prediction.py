@@ -122,6 +122,7 @@ def _report(live: LiveRun, concurrency: int) -> dict[str, Any]:
     contexts = measured_contexts(live.records, concurrency)
     entry: dict[str, Any] = {
         "requests": len(live.records),
+        "theoretical_rate": round(100 * live.theoretical, 3),
         "live_rate": round(100 * live.rate, 3),
         "capacity_over_live_contexts": round(live.capacity / contexts, 3),
         "retracted": live.retracted,

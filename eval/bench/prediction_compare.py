@@ -58,7 +58,7 @@ class Prediction:
 
 
 def compare(
-    played: Played, *, policy: str, capacity: int, truncate: bool = True, live_evicted: int | None
+    played: Played, *, policy: str, capacity: int, truncate: bool = True, live_evicted: int | None = None
 ) -> Prediction:
     """Play the run's own events on the simulator and hold the result against what the server reported.
 

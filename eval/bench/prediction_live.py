@@ -13,6 +13,7 @@ import httpx
 
 from agentserve.launch.tiny import tiny_server
 from agentserve.runtime.policy_journal import JOURNAL_VARIABLE, JournalEvent, read_journal
+from radix_cache.rates import hit_tokens
 from traces.model import Session
 from traces.replay.config import ReplayConfig
 from traces.replay.rebuild import Sent, sent_requests
@@ -73,6 +74,12 @@ class LiveRun:
     def rate(self) -> float:
         """Realized rate, 0..1 of prompt tokens."""
         return sum(r.cached_tokens or 0 for r in self.records) / sum(r.prompt_tokens for r in self.records)
+
+    @property
+    def theoretical(self) -> float:
+        """What a cache that never evicts hits at the server's page size, 0..1."""
+        hits = sum(hit_tokens(r.shared_output_lcp, r.prompt_tokens, self.page_size) for r in self.records)
+        return hits / sum(r.prompt_tokens for r in self.records)
 
     def answers(self) -> dict[tuple[str, str, int], str | None]:
         return {(r.session, r.flow, r.turn): r.output_sha256 for r in self.records}

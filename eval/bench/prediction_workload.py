@@ -56,7 +56,6 @@ def played_run(
     *,
     told: bool,
     journal: Iterable[JournalEvent] | None = None,
-    lookahead: int = 1,
 ) -> Played:
     """Bring a run into the simulator's form.
 
@@ -67,8 +66,6 @@ def played_run(
         told: whether the server was told stop reasons.
         journal: what the server's policies wrote down: its own times then count, else the client's, where a request
             starts when it is sent.
-        lookahead: tokens that the server makes room for beyond the last one whose KV stays; 1 with SGLang's overlap
-            schedule, which is a step ahead.
 
     Raises:
         ValueError: the journal misses a request of the run.
@@ -95,7 +92,7 @@ def played_run(
         _events(by_request, events, flow_numbers)
         if journal is None
         else _own_events(by_request, journal, flow_numbers),
-        np.array([_held_pages(one, page_size, lookahead) for one in by_request], dtype=np.int64),
+        np.array([_held_pages(one, page_size) for one in by_request], dtype=np.int64),
     )
 
 
@@ -107,9 +104,13 @@ def _turn(one: Sent, pages: _Pages, page_size: int, told: bool) -> TurnSpec:
     return TurnSpec(len(one.prompt), len(one.output), ids[:full], ids[full:], stop=stop)
 
 
-def _held_pages(one: Sent, page_size: int, lookahead: int) -> int:
-    """SGLang 0.5.23 frees a page more than a step takes, whatever it takes (``mem_cache/allocation.py``)."""
-    tokens = len(one.prompt) + max(len(one.output) - 2 + lookahead, 0)
+def _held_pages(one: Sent, page_size: int) -> int:
+    """Pages that a running request takes from the others, found in SGLang 0.5.23 (``mem_cache/allocation.py``).
+
+    Prefill and every decode step first free a page more than they can need. The last step stores the KV of the last
+    token but one, and before it the KV of all earlier ones is held.
+    """
+    tokens = len(one.prompt) + max(len(one.output) - 2, 0)
     return -(-tokens // page_size) + 1
 
 
