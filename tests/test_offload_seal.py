@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from offload.daemon import DaemonSpec, daemon_command, redis_adapter
 from offload.fingerprint import FingerprintError, fingerprint
 from offload.guard import DeadlineFuture, Health, Held, Quarantine, Refused
+from offload.processes import dead, listener
 from offload.seal import Sealer, new_seals, pages_of
 from offload.segments import clear_stale_segments, stale_segments
 from offload.settings import OffloadError, OffloadSettings, settings_from
@@ -243,3 +247,21 @@ def test_segments_of_dead_processes_only_are_cleared(tmp_path: Path) -> None:
     assert [path.name for path in stale_segments(tmp_path)] == ["lmcache_kv_999999999_0"]
     assert clear_stale_segments(tmp_path) == 10
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_process_behind_a_port_is_found_and_seen_dead() -> None:
+    code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        found = listener(port)
+        assert found is not None
+        assert found.pid == child.pid
+        assert not dead(found)
+        child.kill()  # not reaped yet: a zombie writes no more
+        deadline = time.monotonic() + 30
+        while not dead(found):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert dead(found)
+    assert listener(port) is None

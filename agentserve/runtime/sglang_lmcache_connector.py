@@ -26,6 +26,7 @@ from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of
 from offload.fingerprint import fingerprint
 from offload.guard import DeadlineFuture, Health, Refused
+from offload.processes import dead, listener
 from offload.seal import Sealer, pages_of
 from offload.settings import OffloadError, settings_from
 
@@ -155,7 +156,7 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
         daemon, health = self._daemon, self._health
 
         def gone() -> bool:
-            return daemon is not None and not (health.online and daemon is self._daemon) and _dead(daemon)
+            return daemon is not None and not (health.online and daemon is self._daemon) and dead(daemon)
 
         return gone
 
@@ -346,23 +347,3 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
             self._control_futures.clear()
         self._mq_timeout = self._offload.ping_deadline
         super().close()
-
-
-def listener(port: int) -> psutil.Process | None:
-    """The process that listens on a local TCP port, where the system lets us see it."""
-    try:
-        for connection in psutil.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                return psutil.Process(connection.pid) if connection.pid else None
-    except (psutil.Error, OSError):
-        pass
-    return None
-
-
-def _dead(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.Error:
-        return False
