@@ -6,20 +6,25 @@ many others.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from eval.bench.simulator_workload import flow_specs as real_flows
 from radix_cache.eviction import eviction_names, eviction_policy
 from radix_cache.features import Stop
 from radix_cache.simulator import FlowSpec, Outcome, Service, Setting, TurnSpec, Workload, WorkloadBuilder, simulate
 from radix_cache.simulator.run import unbounded
 from radix_cache.simulator.uses import known_future
 from tests.naive_cache import NaiveCache
+from traces import open_trace
 
 PAGE = 4
 Sessions = list[list[FlowSpec]]
@@ -144,7 +149,7 @@ def traces(draw: st.DrawFn, shared: bool = True) -> Sessions:
 
 
 ONLINE = [name for name in eviction_names() if not eviction_policy(name).offline]
-POLICIES = [*ONLINE, "tlru:12", "ttl:5"]  # with small parameters: the traces are small
+POLICIES = [*ONLINE, "tlru:12", "ttl:5", "gittins:2"]  # with small parameters: the traces are small
 EXAMPLES = int(os.environ.get("AGENTSERVE_EXAMPLES", "0"))
 SEARCH = settings(
     max_examples=EXAMPLES or 200,
@@ -258,3 +263,20 @@ def test_same_hits_with_a_host_tier(
             host_policy=host_policy,
         )
         assert_same(sessions, workload, setting)
+
+
+@pytest.mark.real_traces
+@pytest.mark.timeout(1800)
+def test_same_hits_on_real_sessions(weka_archive: Path) -> None:
+    """30 sessions as they come, every policy, by large pages: the other side looks at all of them for each victim."""
+    page = 4096
+    sessions = [real_flows(session, page, share_heads=False) for session in open_trace(str(weka_archive), limit=30)]
+    assert len(sessions) == 30
+    workload = build(sessions, page)
+    base = Setting(sessions=8, think_cap=60.0)
+    live = simulate(workload, unbounded(base)).mean_context
+    for policy, truncate in itertools.product(ONLINE, [True, False]):
+        outcome = assert_same(
+            sessions, workload, replace(base, policy=policy, capacity=int(0.9 * live), truncate=truncate)
+        )
+        assert sum(outcome.evicted.values()) > live

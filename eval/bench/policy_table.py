@@ -24,7 +24,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eval.bench.policy_waits import run_waits
@@ -266,7 +265,7 @@ def command(path: str, sessions: int, think_cap: float, orders: int, out: Path |
     options = f"--sessions {sessions} --think-cap {think_cap:g} --orders {orders}"
     report = {"command": f"python -m eval.bench.policy_table {Path(path).name} {options}", **report}
     text = as_markdown(report)
-    Console().print(Markdown(text))
+    click.echo(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "simulator-tables.json").write_text(json.dumps(report, indent=1) + "\n")
