@@ -3,8 +3,11 @@
 Servers without drafts and with synthetic acceptance take turns, on layers of MiniMax-M3's real shapes with random
 weights (the draft is one layer of the published kind). Output tokens a second are those of decoding alone: the time of
 a long answer to a cached prompt less that of a one-token answer. Beside them stand the acceptance length that was
-realized, and from a server with **real** verification, whose draft is told most of the continuation by a script
-(``tests/scripted_draft.py``), how many greedy tokens are those of the server without drafts.
+realized, and answers under **real** verification, whose draft is told most of the continuation by a script
+(``tests/scripted_draft.py``). A six-layer model of random weights in bf16 parts from itself within a few tokens when a
+product is summed in another order, so equality of tokens says little here. The server without drafts therefore scores
+each answer: how far, in nats, each token's log-probability is below that of its own choice at that place. A right
+verification is as close to it as its own answers are.
 
 A six-layer model has a tenth of M3's decoder beside a whole LM head, and the draft a whole LM head of its own, so a
 draft step weighs several times what it does beside 60 layers: the gain is a lower bound for M3's.
@@ -44,6 +47,13 @@ def acceptance(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"steps": steps, "length": 1 + sum(m["spec_num_correct_drafts"] for m in metas) / steps}
 
 
+def shortfalls(meta: dict[str, Any], count: int) -> list[float]:
+    """Of the last ``count`` tokens of a scored prompt: the best log-probability at its place less the token's own."""
+    own = [entry[0] for entry in meta["input_token_logprobs"][-count:]]
+    best = [entries[0][0] for entries in meta["input_top_logprobs"][-count:]]
+    return [top - mine for top, mine in zip(best, own, strict=True)]
+
+
 class Bench:
     """The plan within one time budget; what was found is written after every server."""
 
@@ -56,13 +66,14 @@ class Bench:
         self._vocabulary = (TINY if cpu else REAL).vocab_size
         self._asked = golden_length(DRAFTS)
         self._reference: list[list[int]] = []
+        self._drafted: list[list[int]] = []
         self.result: dict[str, Any] = {
             "drafts": DRAFTS, "asked_length": self._asked, "prompt_tokens": self._length, "cuda_graphs": graphs,
             "cells": {}, "counters": [], "log": [], "left_out": [],
         }  # fmt: skip
 
     def run(self) -> None:
-        plan = ["off", "synthetic", "off", "synthetic", "real"]
+        plan = ["off", "synthetic", "real", "synthetic", "off"]
         following: SpecServer | None = self._start(plan[0], 0)
         try:
             for place, mode in enumerate(plan):
@@ -75,7 +86,7 @@ class Bench:
                     try:
                         server.wait_ready(min(300.0, max(self._left(), 1)))
                     except RuntimeError as error:
-                        if mode == "off" or not self._graphs or place + 1 == len(plan):
+                        if mode == "off" or not self._graphs:
                             raise
                         # The rest goes on without CUDA graphs for drafting, and says so.
                         self._note(f"{mode} with CUDA graphs: {error}")
@@ -88,7 +99,9 @@ class Bench:
                     if mode == "real":
                         self._compare(server)
                     else:
-                        self._measure(mode, server, first=place < 2)
+                        self._measure(mode, server, first=place == 0)
+                    if self._drafted and mode == "off":
+                        self._score(server)
                 finally:
                     server.stop()
                     self._save()
@@ -147,6 +160,7 @@ class Bench:
     def _compare(self, server: SpecServer) -> None:
         prompts = self._prompts(self._batches[-1])
         _, answers = server.generate(prompts, 32)
+        self._drafted = [a["output_ids"] for a in answers]
         same = [
             next((i for i, (a, b) in enumerate(zip(known, made["output_ids"], strict=False)) if a != b), 32)
             for known, made in zip(self._reference, answers, strict=True)
@@ -156,6 +170,20 @@ class Bench:
             "distinct_tokens": len({token for known in self._reference for token in known}), **acceptance(answers),
         }  # fmt: skip
         self._note(f"real: {self.result['real_verification']}")
+
+    def _score(self, server: SpecServer) -> None:
+        prompts = self._prompts(self._batches[-1])
+        for name, outputs in (("drafted", self._drafted), ("own", [ids[:32] for ids in self._reference])):
+            below: list[float] = []
+            for ids, output in zip(prompts, outputs, strict=True):
+                _, (answer,) = server.generate(
+                    [ids + output], 1, return_logprob=True, logprob_start_len=len(ids) - 1, top_logprobs_num=1
+                )
+                below += shortfalls(answer["meta_info"], len(output))
+            self.result.setdefault("nats_below_the_choice_without_drafts", {})[name] = {
+                "tokens": len(below), "mean": statistics.mean(below), "largest": max(below),
+            }  # fmt: skip
+        self._note(f"scored: {self.result['nats_below_the_choice_without_drafts']}")
 
     def _left(self) -> float:
         return self._end - time.monotonic()
