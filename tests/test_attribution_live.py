@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentserve.cli.report import command as report_command
+from agentserve.launch.host import free_port
+from agentserve.launch.tiny import tiny_server
 from eval.attribution.live import attribute_with_events
+from eval.report import load_run, summarize
 from radix_cache.attribution import CacheKind, Cause
 from tests.test_report_summary import record
+from traces.replay.config import ReplayConfig
 from traces.replay.events import EventBatch, EventHeader, KvEvents, RequestPages, as_ranges
 from traces.replay.record import RequestRecord
+from traces.replay.run import replay
 
 PAGE = 4
 
@@ -210,3 +219,36 @@ def test_toy_server_leaves_nothing_unexplained(
         # prompts have whole pages and one token more, so nothing else can be lost
         assert causes[Cause.IN_FLIGHT] + causes[Cause.OVERTAKEN] == one.gap - evicted
         assert causes[Cause.OVERTAKEN] <= 0 <= causes[Cause.IN_FLIGHT]
+
+
+@pytest.mark.server
+@pytest.mark.timeout(900)
+def test_evictions_on_the_real_server_are_explained(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A cache of 32 pages under four sessions: most of the gap is evicted, and nothing is unexplained."""
+    settings = {"kv.capacity_tokens": 4096, "prefill_chunk": 1024, "kv_events": f"tcp://*:{free_port()}"}
+    with tiny_server(settings, checkpoint=tiny_checkpoint, log=tmp_path / "server.log") as process:
+        config = ReplayConfig(
+            trace="generated:preset=tiny,sessions=5,seed=5", out=tmp_path / "run", url=process.plan.url,
+            think="none", concurrency=4, max_turns=5, max_output=4,
+        )  # fmt: skip
+        assert replay(config).status == "finished"
+    run = load_run(tmp_path / "run")
+    assert run.kv_events is not None
+    assert run.kv_events.header.emptied
+    assert run.kv_events.gaps == []
+    why = summarize(run.header, run.records, run.events, kv_events=run.kv_events).attribution
+    assert why is not None
+    assert why.evidence.kind == "events"
+    causes = {row.cause: row.tokens for row in why.causes}
+    assert sum(causes.values()) == why.gap_tokens
+    assert causes["evicted"] > why.gap_tokens / 2
+    assert why.unexplained_fraction < 0.001
+    assert sum(row.tokens for row in why.evictions) == causes["evicted"]
+    said = CliRunner().invoke(report_command, [str(tmp_path / "run"), "--no-html"])
+    assert said.exit_code == 0, said.output
+    assert "Evictions that cost a hit" in said.output
+    # the same run without its events: the same gap, and what cannot be told apart is labelled
+    bare = summarize(run.header, run.records, run.events).attribution
+    assert bare is not None
+    assert (bare.gap_tokens, bare.evidence.kind) == (why.gap_tokens, "none")
+    assert "not_observed" in {row.cause for row in bare.causes}
