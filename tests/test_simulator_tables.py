@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +88,7 @@ def test_tables_of_a_generated_trace() -> None:
 
 @pytest.mark.real_traces
 def test_tables_of_recorded_sessions(weka_archive: Path) -> None:
-    sessions = itertools.islice(open_trace(str(weka_archive)), 40)
+    sessions = open_trace(str(weka_archive), limit=40)
     plan = Plan(sessions=6, orders=1, capacities=("1.0x",), share_capacities=("1.0x",), admission_capacities=("0.5x",))
     report, _ = tables(sessions, plan)
     check(report, plan)
