@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from agentserve.runtime import torchvision_operators
 
@@ -17,6 +19,7 @@ torchvision_operators.declare()
 
 from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool  # noqa: E402
 
+from agentserve.cli.launch import command  # noqa: E402
 from agentserve.launch.facts import CheckpointFacts  # noqa: E402
 from agentserve.launch.plan import index_sources  # noqa: E402
 from agentserve.launch.preflight import check_index_reuse  # noqa: E402
@@ -282,6 +285,23 @@ def test_preflight_compares_the_setting_with_the_checkpoint() -> None:
     assert index_sources(own, facts) is None, "SGLang's own sharing leaves every layer its index keys"
 
 
+def test_a_dry_run_shows_the_setting_and_the_smaller_prefix(tiny_checkpoint: Path) -> None:
+    def shown(*options: str) -> str:
+        result = CliRunner().invoke(command, ["tiny-cpu", "--model", str(tiny_checkpoint), "--dry-run", *options])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert REUSE_VARIABLE not in shown().replace(f"-u {REUSE_VARIABLE}", "")
+    on = shown("--index-reuse", "layers:1,4")
+    assert f"{REUSE_VARIABLE}=layers:1,4" in on
+    (row,) = [line for line in on.splitlines() if "index-K" in line]
+    # two layers of one head of 32 float32 elements
+    assert re.findall(r"\d+", row.partition("float32")[2]) == ["2", "1", "32", "256"]
+    refused = CliRunner().invoke(command, ["tiny-cpu", "--model", str(tiny_checkpoint), "--index-reuse", "layers:2,4"])
+    assert refused.exit_code == 2
+    assert "layer 1 is the first" in refused.output
+
+
 # --- the seams
 
 
@@ -329,7 +349,7 @@ def test_sglang_still_shares_on_rocm_only_and_through_the_fields_we_set() -> Non
     from sglang.srt.layers.attention import minimax_sparse_backend as upstream
     from sglang.srt.models import minimax_m3
 
-    source = inspect.getsource(inspect.getmodule(upstream))  # type: ignore[arg-type]
+    source = inspect.getsource(upstream)
     assert "if is_hip() and is_gfx95_supported() and not is_tbo_enabled()" in source
     for used in (
         "self._topk_is_source[layer.layer_id]", "self._topk_group_of_layer[layer.layer_id]",

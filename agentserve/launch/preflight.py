@@ -240,6 +240,8 @@ def check_ram(
     except StateError as error:
         yield Finding("error", f"{facts.path / 'config.json'}: {error}", "check the checkpoint and tp")
         return
+    except IndexReuseError:
+        return  # check_index_reuse says it
     processes = PROCESS_BYTES * (2 + recipe.tp)  # HTTP server, detokenizer, one scheduler a rank
     if weights + kv + processes > available:
         yield Finding(
@@ -268,6 +270,8 @@ def check_gpu_memory(
     except StateError as error:
         yield Finding("error", f"{facts.path / 'config.json'}: {error}", "check the checkpoint and tp")
         return
+    except IndexReuseError:
+        return  # check_index_reuse says it
     gpu = min(gpus, key=lambda gpu: gpu.free)
     # A fraction keeps its complement free for activations and graphs.
     spare = int(gpu.total * (1 - recipe.kv.memory_fraction)) if recipe.kv.memory_fraction else 0
