@@ -249,3 +249,16 @@ def test_page_state_agrees_with_sets(operations: list[tuple[int, int, int, int]]
         for page in range(run.at, run.at + run.pages):
             assert run.tiers == sum(tier for tier, pages in held.items() if page in pages)
             assert run.removal == removed.get(page, -1)
+
+
+def test_what_may_have_been_missed_is_not_called_not_admitted() -> None:
+    requests = [asked(0, (0, 2), opens=True), asked(1, (0, 2), opens=True)]
+    sweep = Sweep(requests)
+    sweep.arrive(0)
+    sweep.end(0)
+    sweep.arrive(1)
+    sweep.sees_all = False
+    sweep.look_up(1, 0, 2 * PAGE, PAGE)
+    assert sweep.losses(1) == []
+    made = attribute(Lengths(9, 8, 8, 0), CacheKind(PAGE), sweep.losses(1))
+    assert made.losses == (Loss(Cause.UNEXPLAINED, 2 * PAGE, 0),)

@@ -20,7 +20,7 @@ from eval.report import load_run, summarize
 from radix_cache.attribution import CacheKind, Cause
 from tests.test_report_summary import record
 from traces.replay.config import ReplayConfig
-from traces.replay.events import EventBatch, EventHeader, KvEvents, RequestPages, as_ranges
+from traces.replay.events import EventBatch, EventHeader, Gap, KvEvents, RequestPages, as_ranges
 from traces.replay.record import RequestRecord
 from traces.replay.run import replay
 
@@ -219,6 +219,25 @@ def test_toy_server_leaves_nothing_unexplained(
         # prompts have whole pages and one token more, so nothing else can be lost
         assert causes[Cause.IN_FLIGHT] + causes[Cause.OVERTAKEN] == one.gap - evicted
         assert causes[Cause.OVERTAKEN] <= 0 <= causes[Cause.IN_FLIGHT]
+
+
+@given(sessions(), st.integers(0, 5), st.integers(0, 1_000_000))
+@settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_lost_batches_make_no_false_causes(
+    work: list[list[tuple[list[int], list[int]]]], spare: int, seed: int
+) -> None:
+    """Without some of the evidence a cause may be missing, but none is made up: this cache refuses nothing."""
+    capacity = spare + max(len(path) + len(answer) for turns in work for path, answer in turns)
+    random_ = random.Random(seed)
+    records, events, lost = play(work, capacity, random_)
+    at = 1 + random_.randrange(len(events.batches))  # the first one is the server's word that it is empty
+    cut = KvEvents(events.header, events.batches[:at] + events.batches[at + 2 :], events.paths, [Gap(0.0, 2, "lost")])
+    for one, request in zip(attribute_with_events(records, records, cut, CacheKind(PAGE)), records, strict=True):
+        causes = {loss.cause for loss in one.losses}
+        assert sum(loss.tokens for loss in one.losses) == one.gap
+        assert causes <= {Cause.EVICTED, Cause.IN_FLIGHT, Cause.OVERTAKEN, Cause.UNEXPLAINED}
+        evicted = sum(loss.tokens for loss in one.losses if loss.cause is Cause.EVICTED)
+        assert evicted <= lost[request.session, request.flow, request.turn] * PAGE
 
 
 @pytest.mark.server

@@ -297,3 +297,16 @@ def test_context_changes_are_apart() -> None:
         (2, "compaction", 20, 40),
         (1, "edit", 28, 12),
     ]
+
+
+def test_events_that_never_came_are_no_evidence() -> None:
+    from traces.replay.events import EventHeader, KvEvents
+
+    silent = KvEvents(EventHeader(header=1, endpoint="tcp://x:1", page_size=10, pair_keys=False, emptied=False))
+    why = summarize(header(), SMALL, FINISHED, kv_events=silent).attribution
+    bare = summarize(header(), SMALL, FINISHED).attribution
+    assert why is not None
+    assert bare is not None
+    assert why.evidence.kind == "none"
+    assert "none came from tcp://x:1" in why.evidence.text
+    assert why.causes == bare.causes

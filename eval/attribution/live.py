@@ -104,6 +104,8 @@ class _Matcher:
         self._asked = [_asked(record, events, flows) for record in records]
         self.sweep = Sweep(self._asked)
         self._batches = events.batches
+        self._gaps = bool(events.gaps)
+        self.sweep.sees_all = events.header.emptied
         self._cache = cache
         self._open: dict[int, _Open] = {}
         self._running: set[int] = set()
@@ -115,7 +117,11 @@ class _Matcher:
         order = sorted(range(len(self._records)), key=lambda i: self._records[i].sent_s)
         coming = iter([*order, None])
         following = next(coming)
+        expected: int | None = None
         for batch in self._batches:
+            if expected is not None and batch.seq != expected:
+                self.sweep.sees_all = False
+            expected = batch.seq + 1
             while following is not None and self._records[following].sent_s <= batch.at:
                 self._arrive(following)
                 following = next(coming)
@@ -127,6 +133,7 @@ class _Matcher:
                 else:
                     self._remove(None, 0)
             self._pass(batch.at)
+        self.sweep.sees_all = self.sweep.sees_all and not self._gaps  # events may have ended before the run did
         while following is not None:
             self._arrive(following)
             following = next(coming)

@@ -45,7 +45,7 @@ def attribution(
         page_size: tokens per page that the report's theory is about.
         events: the run's cache events, if any were recorded; used only where they are about pages of that size.
     """
-    usable = events if events is not None and events.header.page_size == page_size else None
+    usable = events if events is not None and events.batches and events.header.page_size == page_size else None
     pairs = usable.header.pair_keys if usable is not None else pair_keys(header.server)
     cache = CacheKind(page_size, "shared", pairs)
     if usable is None:
@@ -93,6 +93,13 @@ def _evidence(events: KvEvents | None, used: KvEvents | None) -> EventEvidence:
         )
     lost = sum(gap.batches or 0 for gap in events.gaps)
     facts = {"batches": len(events.batches), "gaps": len(events.gaps), "lost_batches": lost}
+    if not events.batches:
+        return EventEvidence(
+            kind="none",
+            text=f"Cache events were asked for, but none came from {events.header.endpoint}: check that the server"
+            " publishes there and that the port can be reached. Only what is sound without them is told apart.",
+            **facts,
+        )
     if used is None:
         return EventEvidence(
             kind="none",

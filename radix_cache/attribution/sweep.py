@@ -52,9 +52,14 @@ class _Removal(NamedTuple):
 
 
 class Sweep:
-    """See the module. ``requests`` in any order; they are meant by their index."""
+    """See the module. ``requests`` in any order; they are meant by their index.
+
+    Set ``sees_all`` to False once something that happened is not known: what was never seen in the cache may have been
+    there all the same, and is then no longer said to be not admitted.
+    """
 
     def __init__(self, requests: Sequence[Asked], pages: int = 0) -> None:
+        self.sees_all = True
         self.state = PageState(pages)
         self._requests = requests
         self._tick = 0
@@ -92,7 +97,7 @@ class Sweep:
             elif not run.stored:
                 flying = run.maker not in (NONE, request) and not self._computed[run.maker]
                 cause = Cause.IN_FLIGHT if flying else Cause.NOT_ADMITTED
-                if run.maker in (NONE, request):
+                if run.maker in (NONE, request) or not (flying or self.sees_all):
                     cause = Cause.UNEXPLAINED  # theory says that somebody had it
             runs.append((run, cause))
         self._misses[request] = Miss(page_size, hit, tuple(runs))
