@@ -41,7 +41,18 @@ class Recorded(NamedTuple):
 
 
 @jit
-def _play(c: Any, events: Records) -> int:
+def _start(c: Any, which: int, spare: int) -> bool:
+    """Begin a request; where memory is short without the ``spare`` tokens that the server wants at hand."""
+    if start(c, which):
+        return True
+    if spare == 0:
+        return False
+    request_at(c, which).output -= spare
+    return bool(start(c, which))
+
+
+@jit
+def _play(c: Any, events: Records, spare: int) -> int:
     refused = 0
     for i in range(len(events)):
         kind, which = events[i].kind, events[i].which
@@ -56,7 +67,7 @@ def _play(c: Any, events: Records) -> int:
             if which != flow_at(c, flow).first:
                 arrive(c, which, which - 1)
         elif kind == START:
-            if not start(c, which):
+            if not _start(c, which, spare):
                 fate_at(c, which).status = REJECTED
                 refused += 1
         else:
@@ -82,7 +93,7 @@ def play(
         capacity: tokens.
         truncate: whether the last victim loses only the pages that are needed.
         held_pages: for each request, the pages that it needs while it runs, prompt included; None: those of prompt
-            and answer. Servers keep more at hand.
+            and answer. Servers keep a page more at hand; several running requests share it when memory is short.
 
     Raises:
         ValueError: events that miss a request, or a policy that knows the future.
@@ -102,7 +113,8 @@ def play(
         # The core reckons a request's memory from the length of its answer, and nothing else but tlru looks at it.
         requests["output"] = np.maximum(held_pages * workload.page_size - requests["prompt"], 0)
         cache.put("requests", requests)
-    refused = int(_play(cache.record, np.sort(events, order="time", kind="stable")))
+    spare = 0 if held_pages is None else workload.page_size
+    refused = int(_play(cache.record, np.sort(events, order="time", kind="stable"), spare))
     if cache.record["broken"]:
         raise RuntimeError(f"the simulator broke an invariant with {policy}, {capacity}; please report it")
     evicted = sum(int(cache.record[f"evicted_{name}"]) for name in ("live", "parked", "ended", "superseded"))
