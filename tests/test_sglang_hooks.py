@@ -109,14 +109,25 @@ def test_entry_points_lead_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(pkgutil.resolve_name(qualified), SRTPlatform)
 
 
-def test_a_hook_that_could_not_be_applied_stops_the_server() -> None:
+def test_a_hook_that_could_not_be_applied_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang only logs it; without the hooks the numbers would be silently wrong."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu_platform.PLATFORM_NAME)
     applied = set(HookRegistry._patched)
     try:
         HookRegistry._patched.clear()
         with pytest.raises(RuntimeError, match=r"not in place.*minimax_sparse_prefill"):
+            sglang_plugin.require_applied()
+        monkeypatch.setenv("AGENTSERVE_EAGLE3", "real")
+        with pytest.raises(
+            RuntimeError, match=r"minimax_sparse_prefill.*create_unified_radix_cache.*verify_tree_greedy"
+        ):
+            sglang_plugin.require_applied()
+        monkeypatch.delenv("SGLANG_PLATFORM")
+        with pytest.raises(
+            RuntimeError, match=r"not in place: sglang.srt.mem_cache.registry.create_unified_radix_cache"
+        ):
             sglang_plugin.require_applied()
     finally:
         HookRegistry._patched.update(applied)

@@ -33,6 +33,9 @@ def cache_by_tokens(original: Callable[..., Any], context: Any, *args: Any, **kw
     global _counters
     from sglang.srt.runtime_context import get_spec
 
+    from agentserve.runtime import sglang_plugin
+
+    sglang_plugin.require_applied()
     settings = _settings()
     params = context.params
     if settings.keys == "token":

@@ -3,11 +3,10 @@ servers of the tiny M3, one after the other, and prints the hit rates side by si
 
 The draft is random and hardly ever accepted, which is no matter here: what a verification leaves in the cache has the
 length of the answer whatever was accepted. Every rate stands beside the number of answers that are those of the server
-without drafts. Causes are told apart by switching them off one at a time:
+without drafts.
 
-- *pair keys*: SGLang keys an EAGLE tree by pairs of neighbouring tokens; ``agentserve launch --eagle3`` by tokens.
-- *less room*: every running request holds slots for two steps of drafts, in whole pages, so the cache is smaller. Shown
-  by a second round with little capacity.
+What is told apart: SGLang keys an EAGLE tree by pairs of neighbouring tokens, ``agentserve launch --eagle3`` by tokens.
+What pairs must lose follows from the prefix lengths and is printed beside what they do lose.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def line(row: Row, against: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default=TRACE)
-    parser.add_argument("--capacity", type=int, default=131_072, help="tokens; ample; 0 leaves this round out")
-    parser.add_argument("--tight", type=int, default=4_096, help="tokens; little; 0 leaves this round out")
+    parser.add_argument("--capacity", type=int, default=131_072, help="tokens of KV cache")
     parser.add_argument("--concurrency", type=int, default=1, help="1: all servers see one order of requests")
     parser.add_argument("--max-output", type=int, default=4)
     arguments = parser.parse_args()
@@ -100,22 +98,13 @@ def main() -> None:
                 raise SystemExit(f"{label}: the replay ended as {result.status}")
             return {(r.session, r.flow, r.turn): r for r in read_run(folder / label).records()}
 
-        def compare(capacity: int, *rivals: tuple[str, str, dict[str, str]]) -> dict[Key, RequestRecord]:
-            off = play(f"off-{capacity}", capacity)
-            reference = row_of(f"no drafts, {capacity:,} tokens", off, off)
-            print(line(reference, reference), flush=True)
-            for title, label, eagle3 in rivals:
-                made = play(f"{label}-{capacity}", capacity, draft=str(draft), **eagle3)
-                print(line(row_of(title, made, off), reference), flush=True)
-            return off
-
-        token: tuple[str, str, dict[str, str]] = ("EAGLE3, token keys (agentserve)", "token", {})
-        if arguments.capacity:
-            pair = ("EAGLE3, pair keys (SGLang)", "pair", {"radix_keys": "pair"})
-            off = compare(arguments.capacity, pair, token)
-            print(f"{'':34}pair keys must lose {pair_key_loss(off.values(), PAGE):,} tokens by theory", flush=True)
-        if arguments.tight:
-            compare(arguments.tight, token)
+        off = play("off", arguments.capacity)
+        reference = row_of("no drafts", off, off)
+        print(line(reference, reference), flush=True)
+        for title, keys in (("EAGLE3, pair keys (SGLang)", "pair"), ("EAGLE3, token keys (agentserve)", "token")):
+            made = play(keys, arguments.capacity, draft=str(draft), radix_keys=keys)
+            print(line(row_of(title, made, off), reference), flush=True)
+        print(f"{'':34}pair keys must lose {pair_key_loss(off.values(), PAGE):,} tokens by theory")
 
 
 if __name__ == "__main__":
