@@ -18,6 +18,7 @@ from agentserve.cli.report import command
 from eval.report import Report, render_terminal, summarize
 from eval.report.figures.rates import running
 from eval.report.html import render_html
+from eval.report.schema import AuditLine
 from eval.report.text import shortened
 from tests.test_report_summary import FINISHED, SMALL, header, record
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
@@ -184,6 +185,21 @@ def test_terminal_prints_foreign_text_as_it_is() -> None:
     render_terminal(summarize(header(), records, FINISHED), Console(file=out, width=120, color_system=None))
     assert "[red]x" in out.getvalue()
     assert "\x1b" not in out.getvalue()
+
+
+def test_audit_lines_are_shown_whole_and_escaped() -> None:
+    line = AuditLine(
+        path="radix hit", configured=None, setting=HOSTILE, eligible=True, condition="c", executed=1234567.0,
+        counter="n", verdict="runs",
+    )  # fmt: skip
+    report = summarize(header(), SMALL, FINISHED, audit=[line])
+    out = io.StringIO()
+    render_terminal(report, Console(file=out, width=80, color_system=None))
+    assert re.search(r"radix hit +\? +yes +1,234,567 +runs", out.getvalue())
+    page = render_html(report, SMALL)
+    assert HOSTILE not in page
+    assert HOSTILE in Page(page).text
+    assert "1,234,567" in page
 
 
 def test_shortened_keeps_both_ends() -> None:

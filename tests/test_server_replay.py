@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -114,6 +115,20 @@ def test_chat_completions_report_cached_tokens(tiny_server: TinyServer, tmp_path
     assert [r.error for r in records if r.error is not None] == []
     assert all(r.cached_tokens is not None and r.prompt_tokens_reported for r in records)
     assert any(r.cached_tokens for r in records)
+
+
+def test_the_report_credits_a_fast_path_by_the_servers_own_counter(tiny_server: TinyServer, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    records = run_replay(tiny_server, out, trace=GENERATED, sessions=2, max_turns=4, concurrency=1, max_output=4)
+    said = CliRunner().invoke(report_command, [str(out), "--json", "-", "--no-html"])
+    assert said.exit_code == 0, said.output
+    audit = {line["path"]: line for line in json.loads(said.output)["audit"]}
+    hits = sum(r.cached_tokens or 0 for r in records)
+    assert hits > 0
+    assert audit["radix hit"]["executed"] == hits  # of this run alone: the server has served others before
+    assert audit["radix hit"]["verdict"] == "runs"
+    assert audit["EAGLE3"]["verdict"] == "off"
+    assert "Fast paths" in CliRunner().invoke(report_command, [str(out), "--no-html"]).output
 
 
 def test_a_server_that_dies_leaves_a_run_that_reports_and_resumes(tiny_server: TinyServer, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from agentserve.audit import Metrics, audit_rows
 from agentserve.audit.facts import Device
+from agentserve.audit.recorded import config_of
 from agentserve.audit.show import audit_table
 from agentserve.launch.facts import CheckpointError, CheckpointFacts, read_facts, resolve_model
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.recipe import RecipeError, find_recipe, load_recipe, parse_set
 from agentserve.shapes.model import ShapeError
-from agentserve.shapes.published import HUB_PREFIX, M3_CONFIG
 from offload.state import StateError
 
 
@@ -50,7 +50,7 @@ def command(
         if since is not None:
             metrics = metrics.since(_metrics(since.read_text(encoding="utf-8"), str(since)))
         environment, device, model = _launched(recipe_name, sets)
-        config = _config(model or str(info.get("model_path", "")))
+        config = config_of(model or str(info.get("model_path", "")))
         rows = audit_rows(info, metrics, config=config, environment=environment, device=device)
     except CheckpointError as error:
         raise AuditError(f"{error}; {error.fix}") from None
@@ -109,11 +109,3 @@ def _launched(name: str | None, sets: tuple[str, ...]) -> tuple[Mapping[str, str
         draft=read_facts(resolve_model(draft)) if draft is not None else None,
     )
     return plan.env, recipe.device, recipe.model
-
-
-def _config(model: str) -> Mapping[str, Any] | None:
-    """The config of a model that is on this machine, or M3's published geometry; None where neither."""
-    try:
-        return read_facts(resolve_model(model)).config
-    except CheckpointError:
-        return M3_CONFIG if model.startswith(HUB_PREFIX) else None

@@ -31,6 +31,7 @@ def command(
     """
     from rich.console import Console
 
+    from agentserve.audit.recorded import audit_of_run
     from eval.report import ReportError, Slo, load_run, render_terminal, summarize
 
     if no_html and html_out is not None:
@@ -45,6 +46,7 @@ def command(
             slo=Slo(slo_ttft, slo_tpot),
             notes=loaded.notes,
             kv_events=loaded.kv_events,
+            audit=audit_of_run(loaded.header.server.args, loaded.metrics),
         )
     except ReportError as error:
         raise click.ClickException(str(error)) from None

@@ -19,7 +19,9 @@ from eval.report.figures import Figure, figures
 from eval.report.markup import table, text
 from eval.report.schema import Report
 from eval.report.text import (
+    AUDIT_CAPTION,
     accepted,
+    audit_cells,
     by_tier,
     count,
     headline,
@@ -62,6 +64,7 @@ def render_html(report: Report, records: Sequence[RequestRecord]) -> str:
         _figure(by_key["growth"]),
         "" if why is None else html_causes.changes(why),
         _figure(by_key["sessions"]),
+        _audit(report),
         _sessions(report),
         _worst(report),
         _errors(report),
@@ -230,6 +233,17 @@ def _errors(report: Report) -> str:
     return "<h2>Failed requests (in no rate and no latency)</h2>" + table(
         ("kind", "first message", "requests"), rows, left=2
     )
+
+
+def _audit(report: Report) -> str:
+    rows: list[tuple[str, Sequence[str]]] = []
+    for line in report.audit:
+        rows.append(("", [text(cell) for cell in audit_cells(line)]))
+        rows.append(("more", (text(f"{line.setting}; {line.condition}; {line.counter}"),)))
+    if not rows:
+        return ""
+    columns = ("path", "configured", "eligible", "executed", "verdict")
+    return f'<h2>Fast paths</h2><p class="dim">{text(AUDIT_CAPTION)}</p>{table(columns, rows, left=5)}'
 
 
 def _settings(report: Report) -> str:

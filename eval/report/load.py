@@ -16,6 +16,7 @@ class Run(NamedTuple):
     records: list[RequestRecord]
     events: list[RunEvent]
     kv_events: KvEvents | None
+    metrics: tuple[str, str] | None  # the server's counters at start and end, in the Prometheus text format
     notes: list[str]  # what a reader of the report must know about the files
 
 
@@ -43,4 +44,4 @@ def load_run(path: Path) -> Run:
         )
     if kv_events is not None and kv_events.cut_lines:
         notes.append(f"The last line of {KV_EVENTS} was cut off while being written, and is left out.")
-    return Run(run.header, records, run.events, kv_events, notes)
+    return Run(run.header, records, run.events, kv_events, run.metrics(), notes)

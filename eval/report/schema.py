@@ -207,6 +207,19 @@ class ErrorRow(_Model):
     example: str
 
 
+class AuditLine(_Model):
+    """One fast path: whether it was asked for, could run, and ran. ``agentserve.audit`` decides."""
+
+    path: str
+    configured: bool | None  # None: cannot be seen from outside
+    setting: str
+    eligible: bool | None  # None: depends on what the server does not report
+    condition: str
+    executed: float | None  # by a counter of the server, during this run; None: nothing counts it
+    counter: str
+    verdict: Literal["runs", "off", "not eligible", "not executed", "not proven"]
+
+
 class Report(_Model):
     schema_version: int = SCHEMA_VERSION
     run: RunInfo
@@ -225,6 +238,7 @@ class Report(_Model):
     throughput: Throughput
     goodput: Goodput | None
     drafting: Drafting | None = None  # None where the server does not draft
+    audit: list[AuditLine] = []  # empty where the server told no counters
     sessions: list[SessionRow]
     worst: list[WorstRequest]
     errors: list[ErrorRow]

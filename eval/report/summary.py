@@ -19,6 +19,7 @@ from eval.report.completeness import completeness
 from eval.report.latency import Slo, goodput, latencies, throughput
 from eval.report.provenance import data_set, doubts, run_info
 from eval.report.schema import (
+    AuditLine,
     Chain,
     ChainStep,
     ErrorRow,
@@ -59,6 +60,7 @@ def summarize(
     slo: Slo | None = None,
     notes: Sequence[str] = (),
     kv_events: KvEvents | None = None,
+    audit: Sequence[AuditLine] = (),
 ) -> Report:
     """Forms every number of the report.
 
@@ -70,6 +72,7 @@ def summarize(
         slo: objectives for goodput; None reports no goodput.
         notes: oddities of reading the run, carried into the report.
         kv_events: what the server's cache stored and dropped meanwhile, where that was recorded.
+        audit: the fast paths of the server during the run, where its counters were recorded.
 
     Raises:
         ReportError: no record, no completed record, or a record with impossible numbers.
@@ -111,6 +114,7 @@ def summarize(
         throughput=speed,
         goodput=goodput(records, completed, speed.wall_s, slo or Slo()),
         drafting=drafting(header, completed),
+        audit=list(audit),
         sessions=_sessions(population, records, page.tokens),
         worst=_worst(population.compared, page.tokens),
         errors=_errors(records),

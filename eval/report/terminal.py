@@ -11,7 +11,9 @@ from eval.report.rich_table import plain_table
 from eval.report.schema import Report
 from eval.report.terminal_causes import render_causes
 from eval.report.text import (
+    AUDIT_CAPTION,
     accepted,
+    audit_cells,
     by_tier,
     count,
     headline,
@@ -60,6 +62,8 @@ def render_terminal(report: Report, console: Console) -> None:
         console.print(Text(by_tier(report.tiers)))
     console.print(_latency(report, wide))
     console.print(_speed(report))
+    if report.audit:
+        console.print(_audit(report))
     console.print(_sessions(report))
     if report.worst:
         console.print(_worst(report))
@@ -67,6 +71,17 @@ def render_terminal(report: Report, console: Console) -> None:
         console.print(_errors(report))
     for note in report.notes:
         console.print(Text.assemble(("Note: ", "bold yellow"), printable(note)))
+
+
+def _audit(report: Report) -> Table:
+    table = plain_table("Fast paths", AUDIT_CAPTION)
+    for title in ("path", "configured", "eligible", "executed", "verdict"):
+        table.add_column(
+            title, justify="right" if title == "executed" else "left", ratio=1 if title == "path" else None
+        )
+    for line in report.audit:
+        table.add_row(*(Text(printable(cell)) for cell in audit_cells(line)))
+    return table
 
 
 def _named(title: str, definition: str, *, strong: bool = False) -> Text:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from eval.report.schema import Completeness, Drafting, Goodput, Report, Throughput, Tiers
+from eval.report.schema import AuditLine, Completeness, Drafting, Goodput, Report, Throughput, Tiers
 from eval.report.schema_causes import AttributionReport, ContextChanges
+
+AUDIT_CAPTION = (
+    "Configured: asked for. Eligible: could run here. Executed: counted by the server during this run; - where nothing "
+    "counts it. ? is what a server does not report; agentserve audit URL --recipe RECIPE knows more."
+)
+
+
+def audit_cells(line: AuditLine) -> tuple[str, str, str, str, str]:
+    """Path, configured, eligible, executed, verdict."""
+    executed = "-" if line.executed is None else f"{line.executed:,.0f}"
+    return line.path, yes_no(line.configured), yes_no(line.eligible), executed, line.verdict
+
+
+def yes_no(answer: bool | None) -> str:
+    return "?" if answer is None else "yes" if answer else "no"
 
 
 def percent(fraction: float | None) -> str:

@@ -23,7 +23,16 @@ from traces.replay.events_zmq import EventRecorder, recorder_for
 from traces.replay.record import RunEvent, RunHeader, ServerInfo
 from traces.replay.select import Limits, Selection, select
 from traces.replay.signals import Signals
-from traces.replay.store import Progress, Run, RunError, RunWriter, read_run, reopen
+from traces.replay.store import (
+    METRICS_END,
+    METRICS_START,
+    Progress,
+    Run,
+    RunError,
+    RunWriter,
+    read_run,
+    reopen,
+)
 from traces.replay.tally import Tally
 
 
@@ -197,8 +206,11 @@ async def _run(
         started = time.monotonic()  # rebuilding is no part of the run
     if recorder is not None:
         recorder.begin(config.out, clock, emptied=emptied)
+    if before is None or not _same_process(before.header.server, server):
+        writer.metrics(METRICS_START, await client.metrics())
     with Signals(engine.interrupt, enabled=handle_signals):
         status = await engine.run(selection.sessions)
+    writer.metrics(METRICS_END, await client.metrics())
     if status == "interrupted":
         aborted = engine.interrupted_requests
         message = f"{aborted} requests in flight were aborted and have no record"
@@ -328,15 +340,17 @@ def _check_same(header: RunHeader, selection: Selection, config: ReplayConfig) -
         )
 
 
+def _same_process(before: ServerInfo, now: ServerInfo) -> bool:
+    started = "startup_time"
+    return before.base_url == now.base_url and before.args.get(started) == now.args.get(started)
+
+
 def _resume_message(before: Progress, server: ServerInfo) -> str:
     notes = [f"{len(before.done)} records kept"]
     if before.retried:
         notes.append(f"{before.retried} requests that lost their server are sent again")
     if before.cut_lines:
         notes.append(f"{before.cut_lines} half-written last lines were cut off")
-    started = "startup_time"
-    if before.header.server.args.get(started) != server.args.get(started) or (
-        before.header.server.base_url != server.base_url
-    ):
+    if not _same_process(before.header.server, server):
         notes.append("the server is another process, whose cache began empty: theory still counts what was sent before")
     return "; ".join(notes)

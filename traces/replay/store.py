@@ -4,6 +4,8 @@ Beside the files that ``record`` lists, a run holds::
 
     RUN/outputs.jsonl   what the server answered to each request (token ids, or text without them); it is needed
                         to resume, since later prefixes can run into these tokens
+    RUN/metrics-start.txt, metrics-end.txt   the server's counters before the first and after the last request, in the
+                        Prometheus text format; a run resumed on another server process starts them anew
     RUN/retried.jsonl   records of requests that failed because the server went away and were sent again
 
 Every line is written whole and flushed. A process that is killed in the middle of a write leaves at most one
@@ -27,6 +29,7 @@ from traces.replay.record import SCHEMA_VERSION, RequestRecord, RunEvent, RunHea
 
 HEADER, REQUESTS, EVENTS = "run.json", "requests.jsonl", "events.jsonl"
 OUTPUTS, RETRIED = "outputs.jsonl", "retried.jsonl"
+METRICS_START, METRICS_END = "metrics-start.txt", "metrics-end.txt"
 
 TurnKey = tuple[str, str, int]  # session, flow, turn
 Output = npt.NDArray[np.int32] | str  # token ids, or text where the server tells no ids
@@ -87,6 +90,13 @@ class RunWriter:
             self._append(OUTPUTS, orjson.dumps(identity | content, option=orjson.OPT_SERIALIZE_NUMPY))
         self._append(REQUESTS, record.model_dump_json().encode())
 
+    def metrics(self, name: str, text: str) -> None:
+        """Write ``METRICS_START`` or ``METRICS_END``; a server without counters leaves no file."""
+        if text:
+            (self.path / name).write_text(text, encoding="utf-8")
+        else:
+            (self.path / name).unlink(missing_ok=True)
+
     def event(self, event: RunEvent) -> None:
         self._append(EVENTS, event.model_dump_json().encode())
 
@@ -132,6 +142,14 @@ class Run:
             RunError: a corrupt line; names file and line.
         """
         return dict(_outputs(self.path / OUTPUTS))
+
+    def metrics(self) -> tuple[str, str] | None:
+        """The server's counters at the start and at the end; None unless both were written."""
+        files = (self.path / METRICS_START, self.path / METRICS_END)
+        if not all(file.is_file() for file in files):
+            return None
+        start, end = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+        return start, end
 
     def _note_truncated(self, name: str) -> None:
         if name not in self._counted:

@@ -81,6 +81,10 @@ class Client(Protocol):
             ServerUnreachableError: nothing answers, or what answers is no such server.
         """
 
+    async def metrics(self) -> str:
+        """The server's counters in the Prometheus text format; empty where it tells none."""
+        ...
+
     async def vocabulary(self) -> tuple[int, int] | None:
         """Half-open range of ordinary token ids to build prompts from; None where it cannot be known."""
 

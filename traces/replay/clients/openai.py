@@ -93,6 +93,9 @@ class OpenAIClient:
             return False
         return isinstance(server, dict) and server.get("radix_cache_backend") == POLICY_BACKEND
 
+    async def metrics(self) -> str:
+        return ""  # what another server counts is in no form that is known here
+
     async def vocabulary(self) -> tuple[int, int] | None:
         return VOCABULARY
 

@@ -71,7 +71,7 @@ class SGLangClient:
             context_length=cards[0].get("max_model_len") or server.get("context_length"),
             kv_capacity_tokens=server.get("max_total_num_tokens"),
             names_sessions=self.names_sessions,
-            speculation=speculation_of(server, await self._metrics() if server.get("speculative_algorithm") else ""),
+            speculation=speculation_of(server, await self.metrics() if server.get("speculative_algorithm") else ""),
             args=_plain_args(server),
         )
 
@@ -128,8 +128,7 @@ class SGLangClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def _metrics(self) -> str:
-        """The server's counters as text; empty where it was started without them."""
+    async def metrics(self) -> str:
         try:
             response = await self._http.get("/metrics", timeout=10.0)
         except httpx.HTTPError:
