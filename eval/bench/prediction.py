@@ -43,7 +43,7 @@ BESIDE = ("sglang", "gittins+gate:0.9")
 @click.option("--max-output", default=4)
 @click.option("--think", default="scaled:0.1,capped:6")
 @click.option("--capacity", "ratio", default=1.0, help="Memory over the mean of the live contexts.")
-@click.option("--predict", multiple=True, default=PREDICT)
+@click.option("--predict", multiple=True, default=PREDICT, help="Policies, or none.")
 @click.option("--beside", multiple=True, default=BESIDE)
 def main(
     trace: str,
@@ -61,20 +61,18 @@ def main(
     if not checkpoint.exists():
         write_tiny_checkpoint(checkpoint)
     result: dict[str, Any] = {"trace": Path(trace).name, **settings, "capacity_tokens": capacity, "runs": {}}
-    alone = {"in_flight": 1}
-    for name in predict:
-        live = _run(name, config, "predict", alone, capacity, checkpoint)
-        result["runs"][f"{name}, one at a time"] = _report(live, config.concurrency)
-        _write(result, json_path)
-    first: LiveRun | None = None
-    for name in beside:
-        live = _run(name, config, "beside", {}, capacity, checkpoint)
-        first = first or live
-        entry = _report(live, config.concurrency)
-        entry["points_over_first"] = round(100 * (live.rate - first.rate), 2)
-        entry["same_answers_as_first"] = live.answers() == first.answers()
-        result["runs"][f"{name}, {config.concurrency} sessions at once"] = entry
-        _write(result, json_path)
+    at_once = f"{config.concurrency} sessions at once"
+    for kind, title, names in (("predict", "one at a time", predict), ("beside", at_once, beside)):
+        more = {"in_flight": 1} if kind == "predict" else {}
+        first: LiveRun | None = None
+        for name in () if tuple(names) == ("none",) else names:
+            live = _run(name, config, kind, more, capacity, checkpoint)
+            first = first or live
+            entry = _report(live, config.concurrency)
+            entry["points_over_first"] = round(100 * (live.rate - first.rate), 2)
+            entry["same_answers_as_first"] = live.answers() == first.answers()
+            result["runs"][f"{name}, {title}"] = entry
+            _write(result, json_path)
     click.echo(json.dumps(result, indent=1))
 
 
