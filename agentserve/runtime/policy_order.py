@@ -7,17 +7,30 @@ a look at the top of a few heaps, whatever the number of leaves.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from radix_cache.eviction import EvictionPolicy
-from radix_cache.gaps import AGE_BINS, AGE_EDGES, GapTable, age_bin
+from radix_cache.gaps import AGE_BINS, AGE_EDGES, GapTable
 
 Item = TypeVar("Item", bound=Hashable)
 Rank = tuple[bool, float]  # (is learned, rank): groups with a fixed rank go before all learned ones
 
 _EDGES = [float(edge) for edge in AGE_EDGES]
 _SPARE_ENTRIES = 1024  # outdated entries that are always tolerated
+_POPS = 16  # entries of a bin that are moved one by one; more are moved at once
+_HEAPIFY_FROM = 8  # a heap that grows by more than one part in so many is cheaper to order anew
+
+
+def age_bin(age: float) -> int:
+    """``radix_cache.gaps.age_bin`` on a list: that one is written for compiled code and slow in plain Python."""
+    return min(max(bisect_right(_EDGES, age) - 1, 0), AGE_BINS - 1)
+
+
+def _first_younger(heap: Sequence[tuple[Any, ...]], start: int, age: float, now: float) -> int:
+    """Where, from ``start`` on, the first entry below that age stands in a list sorted by last access."""
+    return bisect_left(heap, True, lo=start, key=lambda entry: now - entry[0] < age)
 
 
 class VictimOrder(Generic[Item]):
@@ -44,15 +57,34 @@ class VictimOrder(Generic[Item]):
 
     def put(self, item: Item, group: int, key: float, stamp: float, now: float) -> None:
         """Add an item, or move it to where it belongs now."""
-        age = age_bin(now - key, AGE_EDGES) if group >= self._first_learned else 0
-        self._next += 1
-        self._number[item] = self._next
-        heap = self._heaps.get((group, age))
-        if heap is None:
-            heap = self._heaps[group, age] = []
-            self._queue = None
-        heapq.heappush(heap, (key, stamp, self._next, item))
-        self._entries += 1
+        self.put_all([(item, group, key, stamp)], now)
+
+    def put_all(self, scored: Iterable[tuple[Item, int, float, float]], now: float) -> None:
+        """Add items, given as (item, group, key, stamp), or move them to where they belong now. Many at once cost
+        less than one by one."""
+        fresh: dict[tuple[int, int], list[tuple[float, float, int, Item]]] = {}
+        number = self._next
+        for item, group, key, stamp in scored:
+            number += 1
+            self._number[item] = number
+            place = (group, age_bin(now - key) if group >= self._first_learned else 0)
+            if place in fresh:
+                fresh[place].append((key, stamp, number, item))
+            else:
+                fresh[place] = [(key, stamp, number, item)]
+        self._entries += number - self._next
+        self._next = number
+        for place, entries in fresh.items():
+            heap = self._heaps.get(place)
+            if heap is None:
+                heap = self._heaps[place] = []
+                self._queue = None
+            if len(entries) * _HEAPIFY_FROM > len(heap):
+                heap += entries
+                heapq.heapify(heap)
+            else:
+                for entry in entries:
+                    heapq.heappush(heap, entry)
         if self._entries > 2 * len(self._number) + _SPARE_ENTRIES:
             self._rebuild()
 
@@ -62,7 +94,7 @@ class VictimOrder(Generic[Item]):
 
     def rank(self, group: int, key: float, now: float) -> Rank:
         """Rank of a group at the age that ``key`` says, least first."""
-        return self._rank(group, age_bin(now - key, AGE_EDGES) if group >= self._first_learned else 0)
+        return self._rank(group, age_bin(now - key) if group >= self._first_learned else 0)
 
     def _rank(self, group: int, age: int) -> Rank:
         if group < self._first_learned:
@@ -76,14 +108,33 @@ class VictimOrder(Generic[Item]):
         for group, age in list(self._heaps):
             if group < self._first_learned or age == AGE_BINS - 1:
                 continue
-            heap = self._heaps[group, age]
-            while heap and now - heap[0][0] >= _EDGES[age + 1]:
-                entry = heapq.heappop(heap)
-                if self._number.get(entry[3]) == entry[2]:
-                    older = age_bin(now - entry[0], AGE_EDGES)
-                    heapq.heappush(self._heaps.setdefault((group, older), []), entry)
-                else:
-                    self._entries -= 1
+            self._move_older(group, age, now)
+
+    def _move_older(self, group: int, age: int, now: float) -> None:
+        heap = self._heaps[group, age]
+        until = _EDGES[age + 1]
+        for _ in range(_POPS):
+            if not heap or now - heap[0][0] < until:
+                return
+            entry = heapq.heappop(heap)
+            if self._number.get(entry[3]) == entry[2]:
+                heapq.heappush(self._heaps.setdefault((group, age_bin(now - entry[0])), []), entry)
+            else:
+                self._entries -= 1
+        # Many have aged: a sorted list is a heap, and so is every part of it. Uses come in order, so it nearly is one.
+        self._clear_out(heap)
+        heap.sort()
+        start = 0
+        while start < len(heap) and now - heap[start][0] >= until:
+            to = age_bin(now - heap[start][0])
+            end = _first_younger(heap, start, _EDGES[to], now)
+            moved = self._heaps.setdefault((group, to), [])
+            in_order = not moved
+            moved += heap[start:end]
+            if not in_order:
+                heapq.heapify(moved)
+            start = end
+        del heap[:start]
 
     def pop(self) -> Item | None:
         """Take out the next victim; None when there is none."""
@@ -111,10 +162,23 @@ class VictimOrder(Generic[Item]):
     def _current(self, place: tuple[int, int]) -> list[tuple[float, float, int, Item]]:
         """The heap of a place, without outdated entries at its top."""
         heap = self._heaps.get(place, [])
+        popped = 0
         while heap and self._number.get(heap[0][3]) != heap[0][2]:
+            if popped == _POPS:
+                self._clear_out(heap)
+                heapq.heapify(heap)
+                break
             heapq.heappop(heap)
             self._entries -= 1
+            popped += 1
         return heap
+
+    def _clear_out(self, heap: list[tuple[float, float, int, Item]]) -> None:
+        """Drop a list's outdated entries."""
+        number = self._number
+        current = [entry for entry in heap if number.get(entry[3]) == entry[2]]
+        self._entries -= len(heap) - len(current)
+        heap[:] = current
 
     def _rebuild(self) -> None:
         self.rebuilds += 1

@@ -67,6 +67,7 @@ class PolicyRadixCache(UnifiedRadixCache):
                 )
                 now = float(shared[0])
         self.tree_core.now = max(self.tree_core.now, now)
+        self.tree_core.score_some()
 
     def flow_of(self, req: Any) -> Flow:
         """The conversation of a request; asked for the first time, the request arrives now."""
