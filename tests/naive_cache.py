@@ -140,7 +140,7 @@ class NaiveCache:
         flow.context, flow.newest = turn.prompt_tokens + turn.output_tokens, number
         self._learn_shared_use(request)
         for page in [*self.pages.values(), *self.host.values()]:
-            if page.users == {request.flow} and page.name in flow.path:
+            if page.users == {request.flow} and page.name in [*flow.path, *request.prompt]:
                 page.superseded = page.name not in request.prompt
         if matched:
             matched[-1].pins += 1
@@ -179,6 +179,8 @@ class NaiveCache:
         if self.insert_output:
             path = request.prompt + request.answer
             self._insert(path, number)
+            for name in path:  # the answer may lead back to a branch that the flow had abandoned
+                self.pages[name].superseded = False
         else:
             self._use(path, number)
         if request.prompt:

@@ -27,7 +27,7 @@ from radix_cache.simulator.layout import (
 )
 from radix_cache.simulator.memory import INDEX, floats_at, record_at
 from radix_cache.simulator.order import age_bin, discard
-from radix_cache.simulator.tree import cut, insert, match, pinned_pages, supersede, touch
+from radix_cache.simulator.tree import cut, insert, match, pinned_pages, rejoin, supersede, touch
 from radix_cache.simulator.victims import evict, offer, reoffer
 
 count_gap = core(_count_gap)
@@ -178,6 +178,7 @@ def finish(c: Any, request: int) -> None:
     if c.insert_output != 0:
         end = r.kv
         insert(c, end, r.flow, request)
+        rejoin(c, end, r.end)
     else:
         touch(c, end, r.flow, request)
     node_at(c, r.end).pins -= 1

@@ -162,6 +162,17 @@ def supersede(c: Any, old: int, new: int) -> None:
 
 
 @core
+def rejoin(c: Any, node: int, above: int) -> None:
+    """A flow's answer leads from ``above`` to ``node``: a branch that it had abandoned may be its newest again.
+
+    Only the nodes' marks: all but ``node`` have kids, and the caller scores that one.
+    """
+    while node != above:
+        node_at(c, node).superseded = 0
+        node = node_at(c, node).parent
+
+
+@core
 def pinned_pages(c: Any, extra: int) -> int:
     """Pages that running requests hold in the tree, and those on the path to ``extra``, each once."""
     c.mark += 1
