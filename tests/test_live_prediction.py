@@ -74,7 +74,8 @@ def live_hits(played: Played, eviction: str, capacity: int) -> list[int]:
             name = conversation_name(one.record.session, one.record.flow)
             driver.arrive(str(number), one.prompt.tolist(), name, now)
         elif event["kind"] == START:
-            hits[number] = driver.start(str(number), now, int(played.held_pages[number])) or 0
+            # As ``play``: the page that a server keeps at hand is shared when memory is short.
+            hits[number] = driver.start(str(number), now, int(played.held_pages[number]), spare_pages=1) or 0
         else:
             assert event["kind"] == FINISH
             driver.finish(str(number), one.output.tolist(), stops[number], now)

@@ -105,8 +105,8 @@ class CacheDriver:
         request = self._running[rid] = _Request(rid, prompt, session_id)
         self.cache.flow_of(request)
 
-    def start(self, rid: str, now: float, held_pages: int) -> int | None:
-        """Begin a request that needs ``held_pages`` while it runs.
+    def start(self, rid: str, now: float, held_pages: int, *, spare_pages: int = 0) -> int | None:
+        """Begin a request that needs ``held_pages`` while it runs, less ``spare_pages`` when memory is short.
 
         Returns:
             The prompt tokens that hit; None where too little can be evicted beside what runs. Such a request leaves
@@ -120,6 +120,9 @@ class CacheDriver:
         hit = int(found.device_prefix_len)
         missing = held_pages * self._page - hit
         short = missing - self._slots.available_size()
+        if short > self.cache.tree_core.full_evictable_size():
+            missing -= spare_pages * self._page
+            short -= spare_pages * self._page
         if short > self.cache.tree_core.full_evictable_size():
             self.cache.unlock(request.lock)
             request.lock = None
