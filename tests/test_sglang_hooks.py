@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
 from typing import Any
@@ -15,6 +17,16 @@ from agentserve.runtime import sglang_cpu_platform, torchvision_operators
 torchvision_operators.declare()
 
 from agentserve.runtime import sglang_msa, sglang_plugin  # noqa: E402
+
+
+def test_torchvision_imports_whatever_torch_its_binary_was_built_for() -> None:
+    """In a process of its own: defining an operator a second time ends the process."""
+    code = (
+        "from agentserve.runtime import torchvision_operators as ours; ours.declare(); ours.declare()\n"
+        "import torch, torchvision; assert torch.ops.torchvision.nms"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def target_of(path: str) -> Callable[..., Any]:
