@@ -40,7 +40,7 @@ def records(hit: int, ttft: float, sessions: int = 8, seed: int = 0) -> list[Req
 
 
 def run(of: list[RequestRecord], events: list[RunEvent] = FINISHED, **changes: Any) -> Run:
-    return Run(header(**changes), of, events, None, [])
+    return Run(header(**changes), of, events, None, None, [])
 
 
 def server(**changes: Any) -> ServerInfo:

@@ -35,8 +35,14 @@ def recipe(tmp_path: Path) -> Iterator[Path]:
     }
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(fields))
+    before = servers()  # other tests share a server for the whole session
     yield path
-    assert not [child for child in psutil.Process().children(recursive=True) if "sglang" in " ".join(child.cmdline())]
+    assert servers() <= before
+
+
+def servers() -> set[int]:
+    """Process ids of SGLang below this one."""
+    return {child.pid for child in psutil.Process().children(recursive=True) if "sglang" in " ".join(child.cmdline())}
 
 
 def test_dry_run_prints_command_and_bytes_per_token_only(recipe: Path) -> None:
