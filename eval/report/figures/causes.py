@@ -8,9 +8,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from eval.report.figures.base import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, Figure, blank
+from eval.report.figures.base import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, Figure, blank, waterfall_plot
 from eval.report.schema_causes import AttributionReport
-from eval.report.text import count, points, shortened, token_range
+from eval.report.text import count, shortened, token_range
 from radix_cache.attribution.causes import TITLES, Cause
 
 BARS = 25  # sessions drawn
@@ -36,43 +36,19 @@ def cause_waterfall(found: AttributionReport) -> Figure:
     """From the ideal rate down to the realized one; the axis is cut so that small steps can be seen."""
     prompt = found.prompt_tokens
     top, end = 100 * found.ideal_tokens / prompt, 100 * found.realized_tokens / prompt
-    levels = [top]
-    for row in found.causes:
-        levels.append(levels[-1] - 100 * row.rate_difference)
-    span = max(max(levels) - min(levels), 0.1)
-    low = max(0.0, min(levels) - 0.35 * span)
-    plot = blank(
-        yaxis={
-            "range": [low, min(100.0, max(levels)) + 0.15 * span],
-            "ticksuffix": " %",
-            "title": {"text": "hit rate"},
-        },
-        xaxis={"tickangle": 0, "showgrid": False},
-        showlegend=False,
-    )
     names = [_broken(TITLES[Cause(row.cause)]) for row in found.causes]
     hover = [f"{count(found.ideal_tokens)} tokens"]
     hover += [
         f"{escape(row.title)}<br>{count(-row.tokens)} tokens in {count(row.requests)} requests" for row in found.causes
     ]
-    plot.add_trace(
-        go.Waterfall(
-            x=["ideal", *names, "realized"],
-            y=[top, *(-100 * row.rate_difference for row in found.causes), end],
-            measure=["absolute", *("relative" for _ in found.causes), "total"],
-            text=[f"{top:.2f} %", *(points(-row.rate_difference) for row in found.causes), f"{end:.2f} %"],
-            textposition="outside",
-            hovertext=[*hover, f"{count(found.realized_tokens)} tokens"],
-            hoverinfo="text",
-            cliponaxis=False,
-            connector={"line": {"color": GREY, "width": 1, "dash": "dot"}},
-            totals={"marker": {"color": BLUE}},
-            decreasing={"marker": {"color": VERMILLION}},
-            increasing={"marker": {"color": GREEN}},
-        )
+    plot, cut = waterfall_plot(
+        ["ideal", *names, "realized"],
+        top,
+        [row.rate_difference for row in found.causes],
+        end,
+        [*hover, f"{count(found.realized_tokens)} tokens"],
     )
     parts = " ".join(f"{row.title[0].upper()}{row.title[1:]}: {row.definition}" for row in found.causes)
-    cut = f" The axis starts at {low:.4g} %." if low > 0 else ""
     return Figure(
         "waterfall",
         "From ideal to realized",

@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from eval.report import definitions as d
-from eval.report.figures.base import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, Figure, blank
+from eval.report.figures.base import BLUE, GREEN, ORANGE, SKY, Figure, blank, waterfall_plot
 from eval.report.schema import Report
-from eval.report.text import count, percent, points, shortened
+from eval.report.text import count, percent, shortened
 from traces.replay.record import RequestRecord
 
 BARS = 25  # sessions drawn
@@ -30,12 +30,6 @@ def waterfall(report: Report) -> Figure:
         "not_attributed": "evicted /<br>not ad-<br>mitted",
     }
     top, end = 100 * chain.ideal_tokens / prompt, 100 * chain.end_tokens / prompt
-    levels = [top]
-    for step in chain.steps:
-        levels.append(levels[-1] - 100 * step.rate_difference)
-    span = max(max(levels) - min(levels), 0.1)
-    low = max(0.0, min(levels) - 0.35 * span)
-    text = [f"{top:.2f} %"] + [points(-s.rate_difference) for s in chain.steps] + [f"{end:.2f} %"]
     hover = [f"{count(chain.ideal_tokens)} tokens"]
     hover += [
         f"{escape(s.title)}<br>{count(-s.tokens)} tokens<br>lost {count(s.lost_tokens)} in"
@@ -43,37 +37,18 @@ def waterfall(report: Report) -> Figure:
         for s in chain.steps
     ]
     hover.append(f"{count(chain.end_tokens)} tokens")
-    plot = blank(
-        yaxis={
-            "range": [low, min(100.0, max(levels)) + 0.15 * span],
-            "ticksuffix": " %",
-            "title": {"text": "hit rate"},
-        },
-        xaxis={"tickangle": 0, "showgrid": False},
-        showlegend=False,
-    )
-    plot.add_trace(
-        go.Waterfall(
-            x=["ideal", *(names[s.key] for s in chain.steps), chain.end_key],
-            y=[top, *(-100 * s.rate_difference for s in chain.steps), end],
-            measure=["absolute", *("relative" for _ in chain.steps), "total"],
-            text=text,
-            textposition="outside",
-            hovertext=hover,
-            hoverinfo="text",
-            cliponaxis=False,
-            connector={"line": {"color": GREY, "width": 1, "dash": "dot"}},
-            totals={"marker": {"color": BLUE}},
-            decreasing={"marker": {"color": VERMILLION}},
-            increasing={"marker": {"color": GREEN}},
-        )
+    plot, cut = waterfall_plot(
+        ["ideal", *(names[s.key] for s in chain.steps), chain.end_key],
+        top,
+        [s.rate_difference for s in chain.steps],
+        end,
+        hover,
     )
     parts = " ".join(f"{s.title[0].upper()}{s.title[1:]}: {s.definition}" for s in chain.steps)
     return Figure(
         "waterfall",
         f"From ideal to {chain.end_key}",
-        f"{report.rate_definition} Steps in percentage points; they sum to the gap exactly. {parts}"
-        + (f" The axis starts at {low:.4g} %." if low > 0 else ""),
+        f"{report.rate_definition} Steps in percentage points; they sum to the gap exactly. {parts}{cut}",
         plot,
     )
 
