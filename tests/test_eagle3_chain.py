@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from agentserve.runtime import sglang_eagle3_kernels, speculation_chain, torchvi
 torchvision_operators.declare()
 
 from agentserve.runtime import sglang_plugin  # noqa: E402
+from tests.test_sglang_hooks import parameters, target_of  # noqa: E402
 
 SEEDS = range(8)
 
@@ -114,16 +113,6 @@ def test_a_tree_is_refused() -> None:
     rows = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"linear chain.*topk 1, got 4"):
         sglang_eagle3_kernels.draft_cache_locs(rows, torch.zeros(1, 8), rows, torch.empty(8), 4, 2)
-
-
-def target_of(path: str) -> Callable[..., Any]:
-    owner, _, name = path.rpartition(".")
-    target: Callable[..., Any] = inspect.unwrap(getattr(pkgutil.resolve_name(owner), name))
-    return target
-
-
-def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    return [(name, p.default) for name, p in inspect.signature(function).parameters.items()]
 
 
 def test_every_hook_resolves_and_replacements_have_upstreams_signature() -> None:

@@ -34,6 +34,7 @@ from agentserve.runtime import sglang_radix_cache  # noqa: E402
 from agentserve.runtime.policy_sessions import Flow, Session  # noqa: E402
 from agentserve.runtime.policy_settings import BACKEND, PolicySettings  # noqa: E402
 from agentserve.runtime.sglang_policy_tree import PolicyFullComponent  # noqa: E402
+from eval.bench.sglang_cache_driver import Slots  # noqa: E402
 from radix_cache.features import Stop  # noqa: E402
 
 LEAVES = 20_000
@@ -41,34 +42,6 @@ PAGE = 4
 TOKENS = 2 * PAGE  # of a leaf
 LIMIT = 2.0  # issue 3
 SECONDS_APART = 0.05  # between the uses of two leaves
-
-
-class Slots:
-    """Token slots without memory behind them, as SGLang's allocators hand them out."""
-
-    device = "cpu"
-    page_size = PAGE
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.unused = list(range(size))
-
-    def available_size(self) -> int:
-        return len(self.unused)
-
-    def take(self, tokens: int) -> torch.Tensor:
-        taken = self.unused[-tokens:]
-        del self.unused[-tokens:]
-        return torch.tensor(taken, dtype=torch.int64)
-
-    def free(self, slots: torch.Tensor) -> None:
-        self.unused += slots.tolist()
-
-    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
-        self.free(slots)
-
-    def mamba_full_cache_donor(self) -> None:
-        """Nothing but full KV is held here."""
 
 
 class Tree:
@@ -82,7 +55,7 @@ class Tree:
     def __init__(self, policy: str | None, leaves: int) -> None:
         self.leaves = leaves
         self.ours = policy is not None
-        self._slots = Slots(leaves * TOKENS)
+        self._slots = Slots(leaves * TOKENS, PAGE)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=None,

@@ -28,8 +28,8 @@ from agentserve.runtime.sglang_policy_tree import PolicyFullComponent  # noqa: E
 from radix_cache.features import Stop  # noqa: E402
 
 
-class _Slots:
-    """Token slots as an allocator hands them out."""
+class Slots:
+    """Token slots without memory behind them, as SGLang's allocators hand them out."""
 
     device = "cpu"
 
@@ -84,7 +84,7 @@ class CacheDriver:
         settings = PolicySettings(eviction, "none", truncate)
         sglang_radix_cache.register_backend(settings)
         self._page = page_size
-        self._slots = _Slots(capacity // page_size * page_size, page_size)
+        self._slots = Slots(capacity // page_size * page_size, page_size)
         self.cache: Any = sglang_radix_cache.cache_class(settings)(
             CacheInitParams(
                 disable=False,
