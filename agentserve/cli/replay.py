@@ -55,6 +55,8 @@ _COUNT = click.IntRange(min=1)
 @click.option("--ignore-eos/--no-ignore-eos", default=True, help="Ask for full output lengths (openai).")
 @click.option("--events", metavar="auto|none|ADDRESS", default="auto",
               help="Record cache events: where the server publishes them, never, or from tcp://HOST:PORT.")  # fmt: skip
+@click.option("--metrics-every", "metrics_every_s", type=click.FloatRange(0), default=2.0, show_default=True,
+              help="Seconds between samples of the server's counters; 0: none.")  # fmt: skip
 @click.option("--request-timeout", "request_timeout_s", type=click.FloatRange(0, min_open=True), default=600.0,
               help="Longest silence of an open request, in seconds.")  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress display.")

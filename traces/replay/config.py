@@ -42,6 +42,7 @@ class ReplayConfig(BaseModel):
     flush_cache: bool | None = None  # None: yes where the protocol can (SGLang)
     ignore_eos: bool = True  # OpenAI client only; the other one always does
     events: str = "auto"  # cache events: auto (where the server publishes them), none, or a ZMQ address
+    metrics_every_s: float = Field(default=2.0, ge=0)  # seconds between samples of the server's counters; 0: none
     request_timeout_s: float = Field(default=600.0, gt=0)
 
     @field_validator("think")

@@ -6,6 +6,9 @@ A run is a directory::
     RUN/requests.jsonl   RequestRecord, one per line, in order of completion
     RUN/events.jsonl     RunEvent: turns dropped, server lost, interrupted, resumed, finished; ends told to the server
     RUN/outputs.jsonl, RUN/retried.jsonl   see ``store``
+    RUN/metrics.jsonl      the server's counters (KV use, running and waiting requests, policies, offload) every few
+                           seconds on the run's clock; read with ``metrics.read_metrics``
+    RUN/kv_events.jsonl    what the cache stored and dropped, see ``events``
     RUN/report.json, RUN/report.html   written by ``agentserve report``
 
 All times are seconds on one monotonic clock that starts with the run (``RunHeader.started_unix`` places it). A

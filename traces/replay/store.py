@@ -6,6 +6,7 @@ Beside the files that ``record`` lists, a run holds::
                         to resume, since later prefixes can run into these tokens
     RUN/metrics-start.txt, metrics-end.txt   the server's counters before the first and after the last request, in the
                         Prometheus text format; a run resumed on another server process starts them anew
+    RUN/metrics.jsonl   those counters every few seconds, on the run's clock (``metrics``)
     RUN/retried.jsonl   records of requests that failed because the server went away and were sent again
 
 Every line is written whole and flushed. A process that is killed in the middle of a write leaves at most one
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from traces.replay.metrics import METRICS
 from traces.replay.record import SCHEMA_VERSION, RequestRecord, RunEvent, RunHeader
 
 HEADER, REQUESTS, EVENTS = "run.json", "requests.jsonl", "events.jsonl"
@@ -188,7 +190,7 @@ def reopen(path: Path) -> tuple[RunWriter, Progress]:
         RunError: no run there, or a corrupt line.
     """
     header = _read_header(path)
-    cut = sum(_cut_half_line(path / name) for name in (REQUESTS, EVENTS, OUTPUTS, RETRIED))
+    cut = sum(_cut_half_line(path / name) for name in (REQUESTS, EVENTS, OUTPUTS, RETRIED, METRICS))
     run = read_run(path)
     records = list(run.records())
     retried = _to_retry(records)
