@@ -22,6 +22,8 @@ class OffloadSettings:
     Attributes:
         host: where the daemon listens; it maps the server's memory, so it runs on the same machine.
         port: of its request socket (ZMQ).
+        rank_addresses: host:port of each tensor-parallel rank's own daemon, by rank; empty where ``host`` and ``port``
+            serve all ranks.
         chunk_tokens: tokens of one stored object, a multiple of the page size; the daemon must say the same.
         lookup_deadline: after it a lookup counts as a miss.
         load_deadline: after it a load is given up, its slots are quarantined and the prefix is recomputed. The
@@ -35,6 +37,7 @@ class OffloadSettings:
 
     host: str = "127.0.0.1"
     port: int = 5555
+    rank_addresses: tuple[str, ...] = ()
     chunk_tokens: int = 256
     lookup_deadline: float = 2.0
     load_deadline: float = 5.0
@@ -51,8 +54,25 @@ class OffloadSettings:
                 raise OffloadError(f"offload setting '{field.name}' must be more than 0 seconds, got {value}")
         if not 1 <= self.port <= 65535:
             raise OffloadError(f"offload setting 'port' must be 1 to 65535, got {self.port}")
+        for address in self.rank_addresses:
+            parse_address(address)
         if self.chunk_tokens < 1:
             raise OffloadError(f"offload setting 'chunk_tokens' must be at least 1, got {self.chunk_tokens}")
+
+    def address(self, rank: int, ranks: int) -> tuple[str, int]:
+        """Host and port of the daemon of one tensor-parallel rank.
+
+        Raises:
+            OffloadError: the daemons are not as many as the ranks.
+        """
+        if not self.rank_addresses:
+            return self.host, self.port
+        if len(self.rank_addresses) != ranks:
+            raise OffloadError(
+                f"offload names {len(self.rank_addresses)} daemons for {ranks} tensor-parallel ranks; give one, or one "
+                "a rank"
+            )
+        return parse_address(self.rank_addresses[rank])
 
     def environment(self) -> dict[str, str]:
         """Variables for the server: ours, and LMCache's own configuration (it reads these instead of a file)."""
@@ -71,6 +91,14 @@ class OffloadSettings:
         }
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """``host:port`` as a pair. Raises OffloadError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise OffloadError(f"address {text!r}: write it as host:port")
+    return host, int(port)
+
+
 def settings_from(environment: Mapping[str, str] = os.environ) -> OffloadSettings | None:
     """What was asked for; None where nothing was, and then nothing of this may touch SGLang.
 
@@ -81,8 +109,9 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> OffloadSetting
     if not text:
         return None
     try:
-        return OffloadSettings(**orjson.loads(text))
-    except (orjson.JSONDecodeError, TypeError) as error:
+        values = orjson.loads(text)
+        return OffloadSettings(**{**values, "rank_addresses": tuple(values.get("rank_addresses", ()))})
+    except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
         raise OffloadError(
             f"environment variable {SETTINGS_VARIABLE} does not hold offload settings: {error}"
         ) from None

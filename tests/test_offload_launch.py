@@ -17,7 +17,7 @@ from agentserve.launch.offload_checks import check_offload
 from agentserve.launch.plan import make_plan
 from agentserve.launch.preflight import check_shared_kv
 from agentserve.launch.recipe import Override, Recipe, RecipeError, find_recipe, load_recipe
-from offload.settings import SETTINGS_VARIABLE, settings_from
+from offload.settings import SETTINGS_VARIABLE, OffloadError, settings_from
 
 
 def recipe(checkpoint: Path | str = "m3", **fields: Any) -> Recipe:
@@ -66,14 +66,53 @@ def test_the_plan_carries_the_settings_and_nothing_without_offload(tiny_checkpoi
 def test_a_running_daemon_is_used_as_given() -> None:
     made = recipe(**{"offload.address": "127.0.0.1:7000"}).offload
     assert not made.starts_daemon
-    assert (made.settings().host, made.settings().port) == ("127.0.0.1", 7000)
+    assert (made.settings(1).host, made.settings(1).port) == ("127.0.0.1", 7000)
 
 
-def test_the_daemon_serves_all_ranks() -> None:
+def flags(recipe: Recipe, *names: str) -> list[tuple[str, ...]]:
+    """Values of the daemons' options, daemon by daemon."""
+    argvs = [daemon_plan(spec, Path(".")).argv for spec in recipe.offload.specs(recipe.tp)]
+    return [tuple(argv[argv.index(name) + 1] for name in names) for argv in argvs]
+
+
+def test_each_rank_has_a_daemon_with_its_part_of_the_memory() -> None:
     made = recipe(**{"tp": 2, "offload.memory_gb": 3})
-    argv = daemon_plan(made.offload.daemon(made.tp), Path(".")).argv
-    assert argv[argv.index("--max-gpu-workers") + 1] == "2"
-    assert argv[argv.index("--l1-size-gb") + 1] == "3"
+    names = ("--port", "--http-port", "--l1-size-gb", "--max-gpu-workers")
+    assert flags(made, *names) == [("5555", "5556", "1.5", "1"), ("5557", "5558", "1.5", "1")]
+    settings = made.offload.settings(2)
+    assert settings_from(settings.environment()) == settings
+    assert [settings.address(rank, 2) for rank in range(2)] == [("127.0.0.1", 5555), ("127.0.0.1", 5557)]
+    alone = recipe(**{"offload.memory_gb": 3}).offload
+    assert alone.settings(1).rank_addresses == ()
+    with pytest.raises(OffloadError, match="2 daemons for 4 tensor-parallel ranks"):
+        settings.address(0, 4)
+
+
+def test_one_daemon_can_serve_all_ranks() -> None:
+    made = recipe(**{"tp": 2, "offload.memory_gb": 3, "offload.daemons": "one"})
+    assert flags(made, "--port", "--l1-size-gb", "--max-gpu-workers") == [("5555", "3", "2")]
+    assert made.offload.settings(2).address(1, 2) == ("127.0.0.1", 5555)
+
+
+def test_running_daemons_are_one_or_one_a_rank(tiny_checkpoint: Path) -> None:
+    facts = read_facts(tiny_checkpoint)
+    fields = {"tp": 2, "offload.address": "127.0.0.1:7000, 127.0.0.1:7001"}
+    made = recipe(tiny_checkpoint, **fields)
+    assert made.offload.settings(2).address(1, 2) == ("127.0.0.1", 7001)
+    assert not list(check_offload(made, facts, 1 << 40))
+    wrong = recipe(tiny_checkpoint, **{**fields, "offload.address": "127.0.0.1:7000,127.0.0.1:7001,127.0.0.1:7002"})
+    (finding,) = check_offload(wrong, facts, 1 << 40)
+    assert "3 daemons for 2 tensor-parallel ranks" in finding.what
+    assert finding.fix == "name one daemon, or 2 with commas between"
+
+
+def test_ports_of_two_ranks_must_not_meet(tiny_checkpoint: Path) -> None:
+    made = recipe(tiny_checkpoint, **{"tp": 2, "offload.port": 65533, "offload.http_port": 65535})
+    found = [f"{f.what} | {f.fix}" for f in check_offload(made, read_facts(tiny_checkpoint), 1 << 40)]
+    assert found == [
+        "offload.port of rank 1: 65535 is offload.http_port of rank 0 too | set offload.port: rank r takes it plus 2 r",
+        "offload.http_port of rank 1: 65537 is no port | set offload.http_port: rank r takes it plus 2 r",
+    ]
 
 
 def test_checks_name_field_and_remedy(tiny_checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from agentserve.launch.daemon import offload_daemon
+from agentserve.launch.daemon import offload_daemons
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.preflight import preflight
 from agentserve.launch.process import ServerError, ServerProcess
@@ -105,7 +105,7 @@ def command(
     log = log or Path("runs") / "launch" / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.log"
     try:
         with (
-            offload_daemon(recipe, log.with_name(f"{log.stem}-lmcache.log"), report=_told(errors)),
+            offload_daemons(recipe, log.with_name(f"{log.stem}-lmcache.log"), report=_told(errors)),
             ServerProcess(plan, log) as server,
         ):
             with starting(errors, log) as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,18 +46,29 @@ def daemon_plan(spec: DaemonSpec, cwd: Path) -> LaunchPlan:
 
 
 @contextmanager
-def offload_daemon(recipe: Recipe, log: Path, *, report: Report = lambda what: None) -> Iterator[Daemon | None]:
-    """The daemon that a recipe asks for, healthy, for the length of the block; None where it asks for none.
+def offload_daemons(recipe: Recipe, log: Path, *, report: Report = lambda what: None) -> Iterator[tuple[Daemon, ...]]:
+    """The daemons that a recipe asks for, healthy, for the length of the block; none where it asks for none.
+
+    Each is watched and started again on its own. Where ranks have one each, the logs end in ``-rank0`` and so on.
 
     Raises:
         OffloadError: LMCache is not installed.
-        ServerError: the daemon does not get healthy.
+        ServerError: a daemon does not get healthy.
     """
-    if not recipe.offload.starts_daemon:
-        yield None
-        return
-    with Daemon(daemon_plan(recipe.offload.daemon(recipe.tp), Path.cwd()), log, report=report) as daemon:
-        yield daemon
+    specs = recipe.offload.specs(recipe.tp) if recipe.offload.starts_daemon else []
+    logs = [log] if len(specs) == 1 else [log.with_stem(f"{log.stem}-rank{rank}") for rank in range(len(specs))]
+    daemons = tuple(
+        Daemon(daemon_plan(spec, Path.cwd()), file, report=report, name=f"LMCache daemon {spec.host}:{spec.port}")
+        for spec, file in zip(specs, logs, strict=True)
+    )
+    with ExitStack() as stack:
+        # All at once: each takes seconds to import what it needs.
+        for daemon in daemons:
+            stack.callback(daemon.stop)
+            daemon.start()
+        for daemon in daemons:
+            daemon.wait_healthy()
+        yield daemons
 
 
 class Daemon:
@@ -67,6 +78,7 @@ class Daemon:
         plan: from ``daemon_plan``.
         log: file of its output; later starts write ``NAME-2.log``, ``NAME-3.log`` and so on.
         report: told of ends and restarts, one sentence each.
+        name: what these sentences call it.
         frozen_after_s: a daemon that does not answer for this long is killed and started again.
     """
 
@@ -76,6 +88,7 @@ class Daemon:
         log: Path,
         *,
         report: Report = lambda what: None,
+        name: str = "LMCache daemon",
         frozen_after_s: float = 30.0,
         ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
@@ -84,6 +97,7 @@ class Daemon:
         self.pid: int | None = None
         self._log = log
         self._report = report
+        self._name = name
         self._frozen_after_s = frozen_after_s
         self._ready_timeout_s = ready_timeout_s
         self._stopping = threading.Event()
@@ -94,8 +108,17 @@ class Daemon:
 
     def __enter__(self) -> Self:
         """Raises ServerError, with the end of its log, when it does not get healthy."""
+        self.start()
+        self.wait_healthy()
+        return self
+
+    def start(self) -> None:
+        """Begin to start it. From here on ``stop`` has to be called."""
         clear_stale_segments()
         self._thread.start()
+
+    def wait_healthy(self) -> None:
+        """Raises ServerError, with the end of its log, when it does not get healthy; it is stopped then."""
         try:
             self._settled.wait()
         except BaseException:
@@ -104,7 +127,6 @@ class Daemon:
         if self._failure is not None:
             self.stop()
             raise self._failure
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,9 +134,10 @@ class Daemon:
         self.stop()
 
     def stop(self) -> None:
-        """End it; harmless when it has ended. Segments of a server that was killed go with it."""
+        """End it; harmless when it has ended or never began. Segments of a server that was killed go with it."""
         self._stopping.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         clear_stale_segments()
 
     def _keep_alive(self) -> None:
@@ -126,7 +149,7 @@ class Daemon:
             if self._stopping.is_set() or self._failure is not None:
                 return
             back_off = _FIRST_BACK_OFF_S if time.monotonic() - started > _STEADY_S else back_off
-            self._report(f"the LMCache daemon {why}; starting it again in {back_off:.0f} s")
+            self._report(f"the {self._name} {why}; starting it again in {back_off:.0f} s")
             self._stopping.wait(back_off)
             back_off = min(2 * back_off, _LAST_BACK_OFF_S)
 
@@ -144,7 +167,7 @@ class Daemon:
                     self._settled.set()
                 return "did not get healthy"
             if self.starts > 1:
-                self._report(f"the LMCache daemon is back (start {self.starts})")
+                self._report(f"the {self._name} is back (start {self.starts})")
             self._settled.set()
             return self._watch(process)
 

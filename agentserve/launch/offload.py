@@ -7,9 +7,9 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offload.daemon import DaemonSpec, RedisClient, redis_adapter
-from offload.settings import OffloadError, OffloadSettings
+from offload.settings import OffloadError, OffloadSettings, parse_address
 
-_OF_OUR_DAEMON = ("port", "http_port", "memory_gb", "l2", "redis_client")
+_OF_OUR_DAEMON = ("port", "http_port", "memory_gb", "daemons", "l2", "redis_client")
 _TIMES = OffloadSettings()
 
 
@@ -19,8 +19,11 @@ class Offload(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: Literal["lmcache"] | None = None
-    address: str | None = None  # host:port of a daemon that runs on this machine already; None: one is started
-    port: int = Field(default=5555, ge=1, le=65535)  # of our daemon: requests
+    address: str | None = (
+        None  # host:port of a running daemon on this machine, or one a rank, comma between; None: ours
+    )
+    daemons: Literal["per_rank", "one"] = "per_rank"  # for a server of several tensor-parallel ranks
+    port: int = Field(default=5555, ge=1, le=65535)  # of our daemon: requests; the next rank's is two further
     http_port: int = Field(default=5556, ge=1, le=65535)  # and its health
     memory_gb: float = Field(default=4.0, gt=0)  # of host memory, for all ranks together
     chunk_tokens: int = Field(default=256, ge=1)  # of one stored object: shorter prefixes are not offloaded
@@ -42,9 +45,11 @@ class Offload(BaseModel):
             ours = sorted(given & set(_OF_OUR_DAEMON))
             if ours:
                 raise ValueError(f"{', '.join(ours)}: a daemon that runs already decides that; drop it or address")
-            host, colon, port = self.address.rpartition(":")
-            if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-                raise ValueError(f"address {self.address!r}: write it as host:port")
+            try:
+                for address in self._addresses:
+                    parse_address(address)
+            except OffloadError as error:
+                raise ValueError(str(error)) from None
         elif self.port == self.http_port:
             raise ValueError(f"port and http_port are both {self.port}")
         if self.l2 is not None:
@@ -58,15 +63,18 @@ class Offload(BaseModel):
     def starts_daemon(self) -> bool:
         return self.backend is not None and self.address is None
 
-    def settings(self) -> OffloadSettings:
-        """What the server's processes need to know."""
-        host, port = "127.0.0.1", self.port
-        if self.address is not None:
-            host, _, text = self.address.rpartition(":")
-            port = int(text)
+    @property
+    def _addresses(self) -> list[str]:
+        return [text.strip() for text in (self.address or "").split(",")]
+
+    def settings(self, ranks: int) -> OffloadSettings:
+        """What the processes of a server of that many tensor-parallel ranks need to know."""
+        addresses = self._addresses if self.address is not None else [f"{d.host}:{d.port}" for d in self.specs(ranks)]
+        host, port = parse_address(addresses[0])
         return OffloadSettings(
             host=host,
             port=port,
+            rank_addresses=tuple(addresses) if len(addresses) > 1 else (),
             chunk_tokens=self.chunk_tokens,
             lookup_deadline=self.lookup_deadline,
             load_deadline=self.load_deadline,
@@ -74,15 +82,19 @@ class Offload(BaseModel):
             verify=self.verify,
         )
 
-    def daemon(self, ranks: int) -> DaemonSpec:
-        """The daemon to start for a server of that many tensor-parallel ranks."""
-        return DaemonSpec(
-            host="127.0.0.1",
-            port=self.port,
-            http_port=self.http_port,
-            chunk_tokens=self.chunk_tokens,
-            memory_gb=self.memory_gb,
-            workers=ranks,
-            l2=self.l2,
-            redis_client=self.redis_client,
-        )
+    def specs(self, ranks: int) -> list[DaemonSpec]:
+        """The daemons to start for a server of that many tensor-parallel ranks, in the order of the ranks."""
+        count = ranks if self.daemons == "per_rank" else 1
+        return [
+            DaemonSpec(
+                host="127.0.0.1",
+                port=self.port + 2 * number,
+                http_port=self.http_port + 2 * number,
+                chunk_tokens=self.chunk_tokens,
+                memory_gb=self.memory_gb / count,
+                workers=ranks // count,
+                l2=self.l2,
+                redis_client=self.redis_client,
+            )
+            for number in range(count)
+        ]

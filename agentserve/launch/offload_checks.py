@@ -10,6 +10,8 @@ from agentserve.launch import host
 from agentserve.launch.facts import CheckpointFacts
 from agentserve.launch.finding import Finding
 from agentserve.launch.recipe import Recipe
+from offload.daemon import DaemonSpec
+from offload.settings import OffloadError
 
 LMCACHE_VERSION = "0.5.6"  # the version whose connector the runtime subclasses
 
@@ -35,12 +37,13 @@ def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int)
             f"offload.chunk_tokens {offload.chunk_tokens} is not a multiple of the page size {page}",
             f"set it to {max(1, offload.chunk_tokens // page) * page}",
         )
+    try:
+        offload.settings(recipe.tp).address(0, recipe.tp)
+    except OffloadError as error:
+        yield Finding("error", f"offload.address: {error}", f"name one daemon, or {recipe.tp} with commas between")
     if not offload.starts_daemon:
         return
-    for field, port in (("port", offload.port), ("http_port", offload.http_port)):
-        problem = host.port_problem("127.0.0.1", port)
-        if problem is not None:
-            yield Finding("error", f"offload.{field}: {problem}", f"set offload.{field} to a free port")
+    yield from _ports(offload.specs(recipe.tp))
     if offload.l2 is not None and offload.redis_client == "valkey" and find_spec("glide_sync") is None:
         yield Finding(
             "error",
@@ -53,3 +56,19 @@ def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int)
             f"offload.memory_gb {offload.memory_gb:g} is more than the {available / 1e9:.1f} GB available",
             "lower offload.memory_gb",
         )
+
+
+def _ports(daemons: list[DaemonSpec]) -> Iterator[Finding]:
+    taken: dict[int, str] = {}
+    for rank, daemon in enumerate(daemons):
+        for field, port in (("port", daemon.port), ("http_port", daemon.http_port)):
+            whose = f"offload.{field}" + (f" of rank {rank}" if len(daemons) > 1 else "")
+            if port > 65535:
+                problem: str | None = f"{port} is no port"
+            elif port in taken:
+                problem = f"{port} is {taken[port]} too"
+            else:
+                problem = host.port_problem("127.0.0.1", port)
+            taken.setdefault(port, whose)
+            if problem is not None:
+                yield Finding("error", f"{whose}: {problem}", f"set offload.{field}: rank r takes it plus 2 r")

@@ -132,7 +132,7 @@ def make_plan(
         env |= {ROCM_VARIABLE: str(reuse.freq)} if recipe.device == "rocm" else reuse.environment()
     env |= _speculation_env(recipe, draft, notes)
     if recipe.offload.backend is not None:
-        env |= recipe.offload.settings().environment()
+        env |= recipe.offload.settings(recipe.tp).environment()
     env |= recipe.env
     # Set, it selects SGLang's own CPU engine, which needs the CPU build of sgl_kernel. On a GPU a platform
     # left over in the shell would put the model on the CPU.

@@ -90,7 +90,7 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
         clear_stale_segments()
         findings += check_offload(recipe, facts, host.available_ram())
         if recipe.device == "cpu" and facts is not None and facts.is_m3:
-            findings += check_shared_kv(recipe, facts, host.shm_free())
+            findings += check_shared_kv(recipe, facts, host.shm_free(), draft)
     findings += check_shm(recipe, host.shm_free())
     return Preflight(facts, tuple(findings), draft)
 
@@ -304,10 +304,12 @@ def check_shm(recipe: Recipe, free: int | None) -> Iterator[Finding]:
         yield Finding("warning", f"/dev/shm is {size}: tp > 1 exchanges data there", "give the container --shm-size 8g")
 
 
-def check_shared_kv(recipe: Recipe, facts: CheckpointFacts, shm: int | None) -> Iterator[Finding]:
-    """With offload on a CPU the KV cache lies in shared memory; bytes free there, None where there is none."""
+def check_shared_kv(
+    recipe: Recipe, facts: CheckpointFacts, shm: int | None, draft: CheckpointFacts | None = None
+) -> Iterator[Finding]:
+    """With offload on a CPU the KV caches of all ranks lie in shared memory; bytes free there, None: there is none."""
     try:
-        kv = recipe.tp * rank_bytes_per_token(recipe, facts) * (recipe.kv.capacity_tokens or 0)
+        kv = recipe.tp * rank_bytes_per_token(recipe, facts, draft) * (recipe.kv.capacity_tokens or 0)
     except (StateError, IndexReuseError):
         return  # reported by the check of memory
     if shm is None or kv > shm:

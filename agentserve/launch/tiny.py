@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentserve.launch.daemon import offload_daemon
+from agentserve.launch.daemon import offload_daemons
 from agentserve.launch.host import free_port
 from agentserve.launch.plan import make_plan
 from agentserve.launch.preflight import preflight
@@ -45,6 +45,6 @@ def tiny_server(
             raise RuntimeError("; ".join(f"{f.what} ({f.fix})" for f in checked.findings if f.level == "error"))
         plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path(folder), draft=checked.draft)
         log = log or Path(folder) / "server.log"
-        with offload_daemon(recipe, log.with_name("lmcache.log")), ServerProcess(plan, log) as server:
+        with offload_daemons(recipe, log.with_name("lmcache.log")), ServerProcess(plan, log) as server:
             server.wait_ready(READY_TIMEOUT_S)
             yield server

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 import torch
-from lmcache.integration.sglang import unified_lmcache_mp_connector as upstream
 from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation, LMCacheLookupOperation
 
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of
+from agentserve.runtime.sglang_lmcache_ranks import RankConnector
 from offload.fingerprint import fingerprint
 from offload.guard import DeadlineFuture, Health, Refused
 from offload.processes import dead, listener
@@ -46,7 +46,7 @@ class LoadAbandoned(BaseException):
     """
 
 
-class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
+class GuardedConnector(RankConnector):
     """Takes upstream's arguments. It starts without a daemon, too, and uses it once it is there."""
 
     def __init__(self, *, model_config: Any, token_to_kv_pool_allocator: Any, **kwargs: Any) -> None:
@@ -60,10 +60,16 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
         self._sealer: Sealer | None = None
         self._refused = Refused()
         self._lookup_deadlines: dict[str, float] = {}
+        self._given_up: dict[str, str] = {}  # lookups given up here, not yet on all ranks -> why
         self._unended: deque[str] = deque(maxlen=_MAX_UNENDED)  # sessions to end once the daemon is back
         self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
         self._model_config = model_config
-        super().__init__(model_config=model_config, token_to_kv_pool_allocator=token_to_kv_pool_allocator, **kwargs)
+        super().__init__(
+            settings=settings,
+            model_config=model_config,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            **kwargs,
+        )
         self._heartbeat_thread = threading.Thread(target=self._watch, name="agentserve-offload-watch", daemon=True)
         self._heartbeat_thread.start()
 
@@ -189,19 +195,17 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
     def poll_lookup(self, operation: LMCacheLookupOperation) -> int | None:
         if operation.total_hit_tokens is not None:
             return operation.total_hit_tokens
-        late = time.monotonic() >= self._lookup_deadlines.get(operation.request_id, 0.0)
-        outcome = "late" if late else "offline"
-        given_up = late or not self._health.online
-        if given_up and self.is_lookup_leader:
-            operation.submission_future = None  # upstream reads this as a miss, on all ranks
+        name = operation.request_id
+        late = time.monotonic() >= self._lookup_deadlines.get(name, 0.0)
+        if self.is_lookup_leader and not self.answered(name) and (late or not self._health.online):
+            operation.submission_future = None  # upstream reads this as a miss
+            self._given_up[name] = "late" if late else "offline"
+            if late:
+                self._trouble("a lookup was not answered in time")
         hit = super().poll_lookup(operation)
         if hit is not None:
-            self._lookup_deadlines.pop(operation.request_id, None)
-            if not (given_up and self.is_lookup_leader):
-                outcome = "hit" if hit else "miss"
-            elif late:
-                self._trouble("a lookup was not answered in time")
-            self.counters.lookup(outcome)
+            self._lookup_deadlines.pop(name, None)
+            self.counters.lookup(self._given_up.pop(name, "hit" if hit else "miss"))
             if hit and self._sealer is not None:
                 hit = self._before_refused(operation, hit)
         return hit
@@ -217,12 +221,7 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
         self.parallel_all_reduce(agreed, torch.distributed.ReduceOp.MIN)
         good = int(agreed.item())
         if good < hit:
-            if self.is_lookup_leader:
-                key = self._create_key(operation, start=good, end=hit, worker_id=None)
-                self._track_control_future(self._req_client.free_lookup_locks(key, self.kv_world_size))
-            operation.total_hit_tokens = good
-            operation.locks_held = good > 0
-            self._store_submitted_tokens[operation.request_id] = good
+            self.limit_hit(operation, good, hit)
         return good
 
     # --- load
@@ -333,6 +332,7 @@ class GuardedConnector(upstream.UnifiedLMCacheMPConnector):
 
     def end_session(self, request_id: str) -> None:
         self._lookup_deadlines.pop(request_id, None)
+        self._given_up.pop(request_id, None)
         if not self._health.online and request_id in self._active_sessions:
             # Its read locks are freed when the daemon is back; a restarted one has none.
             self._active_sessions.discard(request_id)
