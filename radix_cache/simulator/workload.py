@@ -150,9 +150,11 @@ class WorkloadBuilder:
     Args:
         page_size: tokens per page.
         global_ids: page ids mean the same in all sessions.
+        numbered: the same, and ids are numbers below this already, given without gaps: no table of them is kept.
+            Heads cannot be shared beyond what the numbers say.
     """
 
-    def __init__(self, page_size: int, *, global_ids: bool = False) -> None:
+    def __init__(self, page_size: int, *, global_ids: bool = False, numbered: int | None = None) -> None:
         if page_size < 1:
             raise ValueError(f"the page size must be at least 1 token, got {page_size}")
         self.page_size = page_size
@@ -160,7 +162,8 @@ class WorkloadBuilder:
         self._nodes = np.zeros(1024, dtype=NODE)
         self._used = 1
         self._of_page = np.full(1 << 16, NONE, dtype=np.int32)
-        self._pages = 0
+        self._numbered = numbered is not None
+        self._pages = numbered or 0
         self._numbers: dict[int, int] = {}
         self._heads: dict[tuple[int, int], list[int]] = {}
         self._requests: list[tuple[Any, ...]] = []
@@ -242,7 +245,7 @@ class WorkloadBuilder:
             # The last generated token's KV is never computed.
             kv = (turn.prompt_tokens + max(turn.output_tokens - 1, 0)) // self.page_size
             ids = np.concatenate((turn.pages, turn.answer[: max(kv - pages, 0)]))
-            if turn.head is not None:
+            if turn.head is not None and not self._numbered:
                 self._share_head(ids, turn.head, numbers)
             path = self._number(ids, known, numbers)
             known = (ids, path)
@@ -284,6 +287,8 @@ class WorkloadBuilder:
 
     def _number(self, ids: Pages, known: tuple[Pages, Pages], numbers: dict[int, int]) -> Pages:
         """Page numbers, unique in the workload. ``known``: ids and numbers of the flow's previous path."""
+        if self._numbered:
+            return ids
         low, high = 0, min(len(ids), len(known[0]))
         while low < high:
             middle = (low + high) // 2
