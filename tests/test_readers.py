@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from traces import BlockScope, ReadStats, Session, StopReason, TraceError, open_trace
+from traces.readers import json_ids
 
 Document = dict[str, Any]
 
@@ -361,7 +364,7 @@ def test_mooncake_fault_names_line_and_field(changes: Document, expected: str, t
     path.write_bytes(b"\n".join(map(orjson.dumps, [MOONCAKE[0], {**MOONCAKE[1], **changes}])))
     with pytest.raises(TraceError) as caught:
         list(open_trace(str(path)))
-    assert f"{path}(line 2), session 2, turn 0, {expected}" in str(caught.value)
+    assert f"{path}:2, session 2, turn 0, {expected}" in str(caught.value)
 
 
 def test_mooncake_truncated_last_line(tmp_path: Path) -> None:
@@ -369,8 +372,82 @@ def test_mooncake_truncated_last_line(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join(map(orjson.dumps, MOONCAKE))[:-9])
     stats = ReadStats()
     assert len(list(open_trace(str(path), skip_bad=True, stats=stats))) == 1
-    assert "(line 2)" in stats.skipped[0]
+    assert "trace.jsonl:2" in stats.skipped[0]
     assert "not valid JSON" in stats.skipped[0]
+
+
+def _without_arrays(raw: bytes) -> object:
+    """What the fast parser made of a document, with its arrays put back."""
+    document, lists = json_ids.loads(raw)
+
+    def put_back(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: put_back(inner, name) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [put_back(inner) for inner in value]
+        return lists[value].tolist() if lists is not None and key == "hash_ids" else value
+
+    return put_back(document)
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(-3, 2**63 - 1), max_size=6).flatmap(
+            lambda ids: st.tuples(st.just(ids), st.integers(0, 6), st.sampled_from([",", ", ", " ,", "\n,\t"]))
+        ),
+        max_size=8,
+    ),
+    st.sampled_from(["", '"note": "x\\"hash_ids\\":[9",', '"hash_ids": [ ],']),
+)
+def test_fast_json_is_json(steps: list[tuple[list[int], int, str]], head: str) -> None:
+    ids: list[int] = []
+    parts = []
+    for new, kept, comma in steps:
+        ids = ids[:kept] + new
+        parts.append('{"hash_ids":[' + comma.join(map(str, ids)) + "]}")
+    raw = ("{" + head + '"requests":[' + ",".join(parts) + "]}").encode()
+    try:
+        expected = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        with pytest.raises(orjson.JSONDecodeError):
+            json_ids.loads(raw)
+        return
+    assert _without_arrays(raw) == expected
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[1,2,]}]}',
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[1,2,,3]}]}',
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[1,2 3]}]}',
+        b'{"a":[{"hash_ids":[  ]},{"hash_ids":[  ,5]}]}',
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[1,2',
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[01,2]}]}',
+    ],
+)
+def test_fast_json_refuses_what_is_no_json(raw: bytes) -> None:
+    with pytest.raises(orjson.JSONDecodeError) as expected:
+        orjson.loads(raw)
+    with pytest.raises(orjson.JSONDecodeError) as caught:
+        json_ids.loads(raw)
+    assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[1,2.5]}]}',
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":[1,[2]]}]}',
+        b'{"a":[{"hash_ids":[1,2]},{"hash_ids":null}]}',
+        b'{"a":[{"hash_ids":["]"]}]}',
+        b'{"a":"hash_ids","hash_ids":[99999999999999999999]}',
+        b'{"hash_ids":[12],"hash_ids":[123,4],"x":{"hash_ids":[123]}}',
+        b'{"hash_ids" : [ 1 , 2 ],"x":{"hash_ids":[ 1 , 2 , 3]}}',
+    ],
+)
+def test_fast_json_takes_any_json(raw: bytes) -> None:
+    assert _without_arrays(raw) == orjson.loads(raw)
 
 
 @pytest.mark.real_traces

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,6 +108,20 @@ class TraceStatistics:
             same_beginning=sum(count - 1 for count in self._beginnings.values()),
         )
 
+    def summary(self) -> dict[str, Any]:
+        """All numbers, as JSON holds them; keys of percentiles are integers."""
+        counts = ["sessions", "requests", "prompt_tokens", "output_tokens", "subagents", "sessions_with_subagents"]
+        counts += ["pairs", "appending", "pulling_back", "overlapping"]
+        return {
+            **{name: getattr(self, name) for name in counts},
+            "distributions": {name: values._asdict() for name, values in self.distributions().items()},
+            "stop_reasons": {
+                stop.value: {**ending._asdict(), "gap_s": ending.gap_s._asdict()}
+                for stop, ending in self.endings().items()
+            },
+            "duplicates": self.duplicates()._asdict(),
+        }
+
     def _add_main(self, main: Flow) -> None:
         self._turns.append(len(main.turns))
         self._first_prompts.append(main.turns[0].prompt_tokens)
@@ -134,9 +148,13 @@ class TraceStatistics:
 
     def _add_digests(self, main: Flow) -> None:
         digest = hashlib.blake2b(digest_size=16)
+        before = main.turns[0].block_ids[:0]
         for at, turn in enumerate(main.turns):
-            digest.update(struct.pack("<dqq", turn.start_s, turn.prompt_tokens, turn.output_tokens))
-            digest.update(turn.block_ids.tobytes())
+            # How much a prompt keeps of its predecessor and what is new say as much as all of its ids, in few bytes.
+            kept = common_blocks(before, turn.block_ids)
+            digest.update(struct.pack("<dqqq", turn.start_s, turn.prompt_tokens, turn.output_tokens, kept))
+            digest.update(turn.block_ids[kept:].tobytes())
+            before = turn.block_ids
             if at == len(main.turns) - 1:
                 self._whole[digest.digest()] += 1
             else:

@@ -200,20 +200,7 @@ def _print_statistics(found: TraceStatistics, stats: ReadStats) -> None:
 
 
 def _statistics_json(path: str, found: TraceStatistics, stats: ReadStats) -> dict[str, Any]:
-    counts = ["sessions", "requests", "prompt_tokens", "output_tokens", "subagents", "pairs", "appending"]
-    counts += ["pulling_back", "overlapping"]
-    return {
-        "trace": path,
-        **{name: getattr(found, name) for name in counts},
-        "distributions": {name: values._asdict() for name, values in found.distributions().items()},
-        "stop_reasons": {
-            stop.value: {**ending._asdict(), "gap_s": ending.gap_s._asdict()}
-            for stop, ending in found.endings().items()
-        },
-        "duplicates": found.duplicates()._asdict(),
-        "skipped": stats.skipped,
-        "notes": stats.notes,
-    }
+    return {"trace": path, **found.summary(), "skipped": stats.skipped, "notes": stats.notes}
 
 
 def _cells(values: Distribution) -> list[str]:

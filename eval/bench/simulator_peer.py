@@ -19,7 +19,7 @@ import numpy.typing as npt
 import orjson
 
 from radix_cache.simulator import FlowSpec, Service, Setting, TurnSpec, Workload, WorkloadBuilder, simulate
-from traces.readers.base import open_stream
+from traces.readers.files import open_stream
 
 PACKAGE = "kvcache-simulator==0.1.3"
 BLOCK = 512

@@ -36,25 +36,23 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from traces.model import MAIN_FLOW, BlockIds, BlockScope, Flow, Session, StopReason, TraceError, Turn
-from traces.readers.base import (
+from traces.readers import json_ids
+from traces.readers.base import Reading, TraceFormat, register
+from traces.readers.files import (
     CONTAINER_ERRORS,
-    ChainCheck,
     Document,
-    Reading,
-    TraceFormat,
-    block_ids,
-    container_fault,
-    full_blocks,
+    files_of,
     open_stream,
-    register,
+    own_or_container_fault,
+    read_bounded,
+    read_file,
 )
+from traces.readers.ids import NO_IDS, ChainCheck, block_ids, full_blocks
+from traces.readers.validate import Name, OutputTokens, PromptTokens, Seconds
 from traces.spawn import attach
 
 _ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tgz", ".tar.bz2")
 _FILES = (".json", ".json.xz", ".json.gz")
-
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=0)]
 
 
 class _Strict(BaseModel):
@@ -64,32 +62,32 @@ class _Strict(BaseModel):
 
 class _Request(_Strict):
     type: Literal["s", "n"]
-    t: _Seconds
-    prompt: Annotated[int, Field(ge=1, alias="in")]
-    output: Annotated[_Count, Field(alias="out")]
+    t: Seconds
+    prompt: Annotated[PromptTokens, Field(alias="in")]
+    output: Annotated[OutputTokens, Field(alias="out")]
     hash_ids: Any  # checked when turned into an array: pydantic would copy millions of ids
     stop: str | None = None
-    think_time: _Seconds | None = None
-    api_time: _Seconds | None = None
+    think_time: Seconds | None = None
+    api_time: Seconds | None = None
     model: str | None = None
 
 
 class _Subagent(_Strict):
     type: Literal["subagent"]
-    t: _Seconds
+    t: Seconds
     requests: Annotated[list[_Request], Field(min_length=1)]
     agent_id: str | None = None
-    duration_ms: _Seconds | None = None
-    tool_tokens: _Count = 0
-    system_tokens: _Count = 0
+    duration_ms: Seconds | None = None
+    tool_tokens: OutputTokens = 0
+    system_tokens: OutputTokens = 0
 
 
 class _Session(_Strict):
-    id: Annotated[str, Field(min_length=1)]
-    block_size: Annotated[int, Field(ge=1)]
+    id: Name
+    block_size: Annotated[int, Field(ge=1, le=1 << 20)]
     hash_id_scope: Literal["local", "global"]
-    tool_tokens: _Count = 0
-    system_tokens: _Count = 0
+    tool_tokens: OutputTokens = 0
+    system_tokens: OutputTokens = 0
     requests: list[Annotated[_Request | _Subagent, Field(discriminator="type")]]
 
 
@@ -98,28 +96,15 @@ def _matches(path: str) -> bool:
 
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
-    return reading.parsed(_documents(Path(path)), partial(parse_session, notes=reading.stats.notes))
+    return reading.parsed(documents(Path(path)), partial(parse_session, notes=reading.stats.notes))
 
 
-def _documents(path: Path) -> Iterator[Document]:
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(_FILES))
-        if not files:
-            raise TraceError("no .json file in this directory; give the folder of the sessions", file=str(path))
-        for file in files:
-            yield _file(file)
-    elif path.name.endswith(_ARCHIVES):
+def documents(path: Path) -> Iterator[Document]:
+    """The sessions of a file, directory or archive, one in memory at a time."""
+    if path.name.endswith(_ARCHIVES) and not path.is_dir():
         yield from _members(path)
     else:
-        yield _file(path)
-
-
-def _file(path: Path) -> Document:
-    try:
-        with open_stream(path) as stream:
-            return Document(str(path), stream.read())
-    except CONTAINER_ERRORS as error:
-        raise container_fault(path, error) from error
+        yield from map(read_file, files_of(path, _FILES))
 
 
 def _members(path: Path) -> Iterator[Document]:
@@ -129,14 +114,16 @@ def _members(path: Path) -> Iterator[Document]:
         with open_stream(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
                 name = Path(member.name).name
-                file = archive.extractfile(member) if name.endswith(".json") and name[0] != "." else None
+                wanted = name.endswith(".json") and name[0] != "."
+                file = archive.extractfile(member) if wanted and member.isfile() else None
                 if file is not None:
                     empty = False
-                    yield Document(f"{path}({member.name})", file.read())
+                    source = f"{path}({member.name})"
+                    yield Document(source, read_bounded(file, source))
             while stream.read(1 << 16):
                 pass  # to the end, where a compressed file carries its checksum
     except CONTAINER_ERRORS as error:
-        raise container_fault(path, error) from error
+        raise own_or_container_fault(path, error) from error
     if empty:
         raise TraceError("no .json member in this archive; is it a Weka collection?", file=str(path))
 
@@ -148,24 +135,34 @@ def parse_session(document: Document, notes: list[str]) -> Session:
         TraceError: naming file, session, turn and field.
     """
     try:
-        raw = orjson.loads(document.raw)
+        raw, lists = json_ids.loads(document.raw)
     except orjson.JSONDecodeError as error:
         message = f"not valid JSON ({error}); the file is truncated or damaged, get it again or skip it (--skip-bad)"
         raise TraceError(message, file=document.source) from error
+    return build_session(raw, document.source, notes, lists)
+
+
+def build_session(raw: object, source: str, notes: list[str], lists: list[BlockIds] | None = None) -> Session:
+    """One session from its parsed JSON; with ``lists`` each ``hash_ids`` is an index of them.
+
+    Raises:
+        TraceError: naming file, session, turn and field.
+    """
     try:
         parsed = _Session.model_validate(raw)
     except ValidationError as error:
-        raise _fault(document.source, raw, error) from error
-    return _Builder(document.source, parsed, notes).session()
+        raise _fault(source, raw, error) from error
+    return _Builder(source, parsed, notes, lists).session()
 
 
 class _Builder:
     """Turns one parsed file into a session, and checks what one entry alone does not show."""
 
-    def __init__(self, source: str, parsed: _Session, notes: list[str]) -> None:
+    def __init__(self, source: str, parsed: _Session, notes: list[str], lists: list[BlockIds] | None) -> None:
         self._source = source
         self._parsed = parsed
         self._notes = notes
+        self._lists = lists
         self._chain = ChainCheck()
         self._rounded_up = 0
         self._overlapping = 0
@@ -235,7 +232,7 @@ class _Builder:
 
     def _ids(self, flow: str, turn: int, request: _Request, entry: str, before: BlockIds | None) -> BlockIds:
         field = f"{entry}.hash_ids"
-        ids = block_ids(request.hash_ids)
+        ids = block_ids(request.hash_ids) if self._lists is None else self._lists[request.hash_ids]
         if ids is None:
             raise self._error("must be a list of 64-bit integers", flow, turn, field)
         size = self._parsed.block_size
@@ -248,7 +245,7 @@ class _Builder:
             raise self._error(message, flow, turn, field)
         ids, rounded_up = full
         self._rounded_up += rounded_up
-        fault = self._chain.fault(ids, ids[:0] if before is None else before)
+        fault = self._chain.fault(ids, NO_IDS if before is None else before)
         if fault is not None:
             raise self._error(fault, flow, turn, field)
         return ids
@@ -311,4 +308,4 @@ def _type(entry: object) -> object:
     return entry.get("type") if isinstance(entry, dict) else None
 
 
-register(TraceFormat("weka", _matches, _read))
+register(TraceFormat("weka", _matches, _read, last=True))
