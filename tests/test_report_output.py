@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agentserve.cli.report import command
 from eval.report import Report, render_terminal, summarize
-from eval.report.figures.rates import running
+from eval.report.figures.timeline import running
 from eval.report.html import render_html
 from eval.report.schema import AuditLine
 from eval.report.text import shortened
@@ -128,7 +128,7 @@ def test_page_has_every_figure_with_a_definition_and_a_place() -> None:
     page = Page(page_of(many(200)))
     keys = {f["id"] for f in json.loads(page.scripts[0])}
     causes = {"causes_by_session", "causes_by_depth"}
-    assert keys == {"waterfall", "over_time", "ttft", "sessions", "latency", "growth"} | causes
+    assert keys == {"waterfall", "over_time", "timeline", "ttft", "sessions", "latency", "growth"} | causes
     assert keys == {a["id"] for t, a in page.tags if t == "div" and a.get("class") == "plot"}
     assert sum(t == "figcaption" for t, _ in page.tags) == len(keys)
     report = summarize(header(), SMALL, FINISHED)
@@ -213,8 +213,10 @@ def test_command_writes_json_and_page(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "34.48 %" in result.output  # 50 / 145
     report = Report.model_validate_json((run / "report.json").read_text())
-    assert report == summarize(header(), SMALL, FINISHED)
+    assert report.what_if is not None
+    assert report.model_copy(update={"what_if": None}) == summarize(header(), SMALL, FINISHED)
     assert "<title>Hit rate of run run</title>" in (run / "report.html").read_text()
+    assert (run / "report.md").read_text().startswith("# Realized hit rate 34.48 % of a theoretical")
 
 
 def test_command_json_on_stdout_is_nothing_else(tmp_path: Path) -> None:

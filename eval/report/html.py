@@ -13,7 +13,7 @@ import orjson
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from eval.report import html_causes
+from eval.report import html_causes, html_what_if
 from eval.report.assets import CONTENT_POLICY, CSS, JS
 from eval.report.figures import Figure, figures
 from eval.report.markup import table, text
@@ -32,19 +32,21 @@ from eval.report.text import (
     speed,
     within,
 )
+from traces.replay.events import KvEvents
 from traces.replay.record import RequestRecord
 
 SESSIONS_SHOWN = 500  # rows of the session table; the JSON has all
 
 
-def render_html(report: Report, records: Sequence[RequestRecord]) -> str:
+def render_html(report: Report, records: Sequence[RequestRecord], events: KvEvents | None = None) -> str:
     """The whole page.
 
     Args:
         report: the summary of ``records``.
         records: the run's records, as read.
+        events: the run's cache events, if any were recorded.
     """
-    drawn = figures(report, records)
+    drawn = figures(report, records, events)
     by_key = {figure.key: figure for figure in drawn}
     wide = [_figure(by_key[key]) for key in ("waterfall", "over_time")]
     small = [_figure(f) for f in drawn if f.key in ("ttft", "latency")]
@@ -59,6 +61,9 @@ def render_html(report: Report, records: Sequence[RequestRecord]) -> str:
         _rates(report),
         *wide,
         *((html_causes.evictions(why), *pair("causes_by_session", "causes_by_depth")) if why is not None else ()),
+        *pair("capacity"),
+        "" if report.what_if is None else html_what_if.what_if(report.what_if),
+        *pair("timeline"),
         f'<div class="grid">{"".join(small)}</div>',
         _latency(report),
         _figure(by_key["growth"]),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from eval.report.schema_causes import AttributionReport
+from eval.report.schema_what_if import WhatIf
 
 SCHEMA_VERSION = 1
 
@@ -239,6 +240,7 @@ class Report(_Model):
     goodput: Goodput | None
     drafting: Drafting | None = None  # None where the server does not draft
     audit: list[AuditLine] = []  # empty where the server told no counters
+    what_if: WhatIf | None = None  # None where it was not asked for, or there is nothing to simulate
     sessions: list[SessionRow]
     worst: list[WorstRequest]
     errors: list[ErrorRow]

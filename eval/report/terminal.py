@@ -10,6 +10,7 @@ from rich.text import Text
 from eval.report.rich_table import plain_table
 from eval.report.schema import Report
 from eval.report.terminal_causes import render_causes
+from eval.report.terminal_what_if import render_what_if
 from eval.report.text import (
     AUDIT_CAPTION,
     accepted,
@@ -62,6 +63,8 @@ def render_terminal(report: Report, console: Console) -> None:
         console.print(Text(by_tier(report.tiers)))
     console.print(_latency(report, wide))
     console.print(_speed(report))
+    if report.what_if is not None:
+        render_what_if(report.what_if, console)
     if report.audit:
         console.print(_audit(report))
     console.print(_sessions(report))

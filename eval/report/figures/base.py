@@ -18,6 +18,7 @@ from eval.report.text import points, shortened
 from traces.replay.record import RequestRecord
 
 ORANGE, SKY, GREEN, BLUE, VERMILLION, GREY = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#8C8C8C"
+PINK, DARK = "#CC79A7", "#595959"
 
 _T = TypeVar("_T")
 

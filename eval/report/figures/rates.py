@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
-import numpy as np
-import numpy.typing as npt
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from eval.report import definitions as d
-from eval.report.figures.base import BLUE, GREEN, ORANGE, SKY, Figure, blank, waterfall_plot
+from eval.report.figures.base import BLUE, ORANGE, Figure, blank, waterfall_plot
 from eval.report.schema import Report
 from eval.report.text import count, percent, shortened
-from traces.replay.record import RequestRecord
 
 BARS = 25  # sessions drawn
 MAX_BINS = 60
@@ -50,78 +44,6 @@ def waterfall(report: Report) -> Figure:
         f"From ideal to {chain.end_key}",
         f"{report.rate_definition} Steps in percentage points; they sum to the gap exactly. {parts}{cut}",
         plot,
-    )
-
-
-def running(records: Sequence[RequestRecord], edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Mean number of requests sent and not yet ended, in each interval between edges (seconds, increasing).
-
-    The integral of a request's presence up to time t is clip(t - sent, 0, done - sent); its difference
-    over an interval is the time it was there.
-    """
-    sent = np.array([r.sent_s for r in records])
-    length = np.array([r.done_s for r in records]) - sent
-    present = np.array([np.clip(edge - sent, 0, length).sum() for edge in edges])
-    return np.diff(present) / np.diff(edges)
-
-
-def over_time(
-    report: Report, records: Sequence[RequestRecord], population: Sequence[RequestRecord], page: int
-) -> Figure:
-    """Hit rate of the requests sent in each interval, above the number of running requests."""
-    start, end = min(r.sent_s for r in records), max(r.done_s for r in records)
-    bins = int(np.clip(len(population) // 10, 1, MAX_BINS))
-    edges = np.linspace(start, end if end > start else start + 1, bins + 1)
-    centre = (edges[:-1] + edges[1:]) / 2
-    sent = np.array([r.sent_s for r in population])
-    prompt, _ = np.histogram(sent, edges, weights=[r.prompt_tokens for r in population])
-    plot = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.07)
-    plot.update_layout(template="none", hovermode="x unified")
-    lines = [(d.ALIGNED, ORANGE, "dash"), (d.READY, GREEN, "dot")]
-    if report.rate("realized") is not None:
-        lines.append((d.REALIZED, BLUE, "solid"))
-    for level, colour, dash in lines:
-        hit, _ = np.histogram(sent, edges, weights=[level.tokens(r, page) for r in population])
-        values = [None if p == 0 else 100 * h / p for h, p in zip(hit, prompt, strict=True)]
-        plot.add_trace(
-            go.Scatter(
-                x=centre,
-                y=values,
-                name="theoretical" if level is d.ALIGNED else level.title,
-                mode="lines+markers",
-                line={"color": colour, "dash": dash, "width": 2},
-                marker={"size": 4},
-                connectgaps=True,
-                hovertemplate="%{y:.2f} %",
-            ),
-            row=1,
-            col=1,
-        )
-    plot.add_trace(
-        go.Scatter(
-            x=centre,
-            y=running(records, edges),
-            name="running",
-            mode="lines",
-            line={"color": SKY, "width": 1.5, "shape": "hvh"},
-            fill="tozeroy",
-            showlegend=False,
-            hovertemplate="%{y:.1f} running",
-        ),
-        row=2,
-        col=1,
-    )
-    plot.update_yaxes(title_text="hit rate", ticksuffix=" %", row=1, col=1)
-    plot.update_yaxes(title_text="running", rangemode="tozero", row=2, col=1)
-    plot.update_xaxes(title_text="seconds since the start", row=2, col=1)
-    return Figure(
-        "over_time",
-        "Hit rate and running requests over time",
-        f"Above: {d.definition(d.rate)[:-1]} that were sent in an interval of {edges[1] - edges[0]:.3g} s; an"
-        " interval without one has no point. Below: mean number of requests sent and not yet ended, failed"
-        " ones included.",
-        plot,
-        460,
     )
 
 

@@ -1,0 +1,18 @@
+"""The simulator's answers on the page; the curve is a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.report.markup import table, text
+from eval.report.schema_what_if import WhatIf
+from eval.report.text_what_if import COLUMNS, TITLE, answers, cells, lines
+
+
+def what_if(found: WhatIf) -> str:
+    """The table of answers, and what it rests on."""
+    rows: list[tuple[str, Sequence[str]]] = [
+        ("", tuple(text(cell) for cell in cells(answer, found))) for answer in answers(found)
+    ]
+    told = "".join(f'<p class="dim">{text(line)}</p>' for line in (found.definition, *lines(found)))
+    return f"<h2>{TITLE}</h2>" + (table(COLUMNS, rows) if rows else "") + told
