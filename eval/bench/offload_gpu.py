@@ -1,0 +1,324 @@
+"""A long prefix on a GPU, computed, restored from LMCache and still there: ``bash eval/bench/gpu_run.sh
+eval.bench.offload_gpu`` prints one JSON object.
+
+Layers of MiniMax-M3's real shapes with random weights (six of sixty), a daemon on the same machine that reaches the KV
+pool through CUDA IPC. Each round takes a new prompt of each length through all three ways in turn. Beside the times
+to the first token stand the bytes that a restore moves and its speed against plain copies between pinned host memory
+and the GPU measured in the same call, and what makes the times worth something: where the tokens came from, that every
+restored page passed its seal, and that restored answers are those of the device's own cache. A second server then
+restores what the first one stored. ``--cpu`` runs the same script on the tiny M3, ``--tp 2`` on two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from eval.bench.index_reuse_server import REAL, TINY, BenchServer, Mode
+from eval.bench.index_reuse_weights import FUSE_VARIABLE, GATE_VARIABLE
+from eval.bench.offload_gpu_parts import CHUNK, Daemon, free_ports, plain_copies, state_bytes, write_checkpoint
+from eval.bench.offload_restore import WAYS, counted, difference, flush, generate
+from offload.settings import OffloadSettings
+
+# Whole chunks and one token: a hit on the device and a restored one then leave the same single token to compute.
+LENGTHS = {"cpu": (4 * CHUNK + 1, 12 * CHUNK + 1), "gpu": (125 * CHUNK + 1, 469 * CHUNK + 1)}
+
+
+class OffloadServer(BenchServer):
+    """A starting or running server with offload.
+
+    Args:
+        checkpoint: a folder with a config, the same for all servers: its path and files are part of the key.
+        folder: for its gate and log.
+        settings: which daemon, and how long anything waits.
+        tp: ranks.
+        cpu: the tiny shape on this project's CPU platform, to try the benchmark itself.
+    """
+
+    def __init__(self, checkpoint: Path, folder: Path, settings: OffloadSettings, *, tp: int, cpu: bool) -> None:
+        self.mode = Mode("offload")
+        folder.mkdir(parents=True)
+        self.gate, self._log = folder / "gate", folder / "server.log"
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        options = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sleep-on-idle",
+                   "--max-total-tokens", "8192"] if cpu else [
+                   "--dtype", "bfloat16", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
+                   "--cuda-graph-bs-decode", "1", "--context-length", "131072", "--mem-fraction-static", "0.8",
+                   "--max-total-tokens", "262144"]  # fmt: skip
+        # Its kernels map memory by multicast where they can, which not every shared machine allows.
+        options += ["--tp-size", str(tp), "--disable-custom-all-reduce"] if tp > 1 else []
+        argv = [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--load-format", "dummy",
+            "--page-size", "128", "--chunked-prefill-size", "8192", "--max-running-requests", "4", "--port", str(port),
+            "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics", "--enable-cache-report",
+            "--enable-lmcache", *options,
+        ]  # fmt: skip
+        env = {**os.environ, **settings.environment(), FUSE_VARIABLE: "1", GATE_VARIABLE: str(self.gate)}
+        if cpu:
+            env |= {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+            env["PYTHONPATH"] = f"{_plugin(folder)}:{os.environ.get('PYTHONPATH', '')}"
+        self._process = subprocess.Popen(
+            argv, env=env, stdout=self._log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2500:]
+
+    def stop(self) -> None:
+        """Let it take leave of the daemon, which would hold its memory for a minute otherwise; then end it."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(10)
+
+
+def _plugin(folder: Path) -> Path:
+    """A path whose entry point gives SGLang the benchmark's weights, as ``gpu_run.sh`` does."""
+    info = folder / "path" / "offload_bench-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offload-bench\nVersion: 1.0\n")
+    plugins = "[sglang.srt.plugins]\noffload_bench = eval.bench.index_reuse_weights:register\n"
+    (info / "entry_points.txt").write_text(plugins)
+    return folder / "path"
+
+
+def waited(http: httpx.Client) -> float:
+    """Seconds that rank 0's scheduler has waited for loads, their verification included."""
+    pattern = r'^agentserve_offload_seconds_total\{[^}]*rank="0"[^}]*wait="load"[^}]*\} (\S+)$'
+    return sum(float(value) for value in re.findall(pattern, http.get("/metrics").text, re.MULTILINE))
+
+
+def where(answer: dict[str, Any]) -> dict[str, int]:
+    """Cached tokens of an answer by where they came from."""
+    details = answer["meta_info"].get("cached_tokens_details") or {}
+    storage = int(details.get("storage", 0))
+    return {"device": int(answer["meta_info"]["cached_tokens"]) - storage, "storage": storage}
+
+
+class Session:
+    """Daemons, one a rank, and two servers after each other; ``result`` holds what was found so far.
+
+    Args:
+        native: whether the daemon uses LMCache's compiled copies.
+        end: when (monotonic seconds) everything has to be over.
+    """
+
+    def __init__(self, folder: Path, *, native: bool, rounds: int, tp: int, cpu: bool, end: float) -> None:
+        folder.mkdir()
+        self._folder, self._rounds, self._tp, self._cpu, self._end = folder, rounds, tp, cpu, end
+        shape = TINY if cpu else REAL
+        self._vocabulary = shape.vocab_size
+        self._checkpoint = write_checkpoint(folder / "m3", shape)
+        self._lengths = LENGTHS["cpu" if cpu else "gpu"]
+        self._bytes = state_bytes(self._checkpoint, tp)
+        self._answers: list[tuple[list[int], dict[str, Any]]] = []  # prompts of the last round, answered from a hit
+        ports = free_ports(2 * tp)
+        # Long ones: the first store of a length lets the daemon's memory grow, which is not what is measured.
+        self._settings = OffloadSettings(
+            port=ports[0], rank_addresses=tuple(f"127.0.0.1:{port}" for port in ports[:tp]) if tp > 1 else (),
+            chunk_tokens=CHUNK, lookup_deadline=20.0, load_deadline=30.0, store_deadline=60.0,
+            ping_deadline=10.0, register_deadline=60.0,
+        )  # fmt: skip
+        self._daemons = [
+            Daemon(folder / f"daemon-{port}.log", port, http_port, memory_gb=1.0 if cpu else 12.0, native=native)
+            for port, http_port in zip(ports[:tp], ports[tp:], strict=True)
+        ]
+        self.result: dict[str, Any] = {
+            "layers": shape.num_layers, "tp": tp, "chunk_tokens": CHUNK, "copies": "native" if native else "torch",
+            "bytes_per_token_and_rank": self._bytes, "log": [],
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Raises RuntimeError when something does not start, or when nothing can be restored."""
+        server = self._start("first")
+        following: OffloadServer | None = None
+        try:
+            self.result["plain_copies"] = plain_copies(self._tokens(self._lengths[-1]), self._bytes, cpu=self._cpu)
+            self._note(f"plain copies: {self.result['plain_copies']}")
+            for daemon in self._daemons:
+                daemon.wait_ready(min(90.0, self._left()))
+            self._open(server)
+            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+                self._warm_up(http)
+                following = self._start("second")  # imports meanwhile, and waits at its gate
+                for length in self._lengths:
+                    self._measure(http, length)
+            server.stop()
+            if self._left() > (60 if self._cpu else 90):
+                self._open(following)
+                with httpx.Client(base_url=following.url, timeout=120, trust_env=False) as http:
+                    self._after_restart(http)
+        except (RuntimeError, OSError, httpx.HTTPError) as error:
+            tails = {"server": server.tail(), "daemon": self._daemons[0].tail()}
+            raise RuntimeError(
+                f"{error}\n" + "\n".join(f"--- {name}:\n{tail}" for name, tail in tails.items())
+            ) from None
+        finally:
+            for running in (server, following):
+                if running is not None:
+                    running.stop()
+            for daemon in self._daemons:
+                daemon.stop()
+
+    def _start(self, name: str) -> OffloadServer:
+        folder = self._folder / name
+        return OffloadServer(self._checkpoint, folder, self._settings, tp=self._tp, cpu=self._cpu)
+
+    def _open(self, server: OffloadServer) -> None:
+        server.open_gate()
+        server.wait_ready(self._left())
+        self._note("server ready")
+
+    def _prompt(self, length: int, seed: int) -> list[int]:
+        rng = random.Random(f"{length}/{seed}")
+        return [rng.randrange(2, self._vocabulary) for _ in range(length)]
+
+    def _tokens(self, length: int) -> int:
+        return length // CHUNK * CHUNK
+
+    def _warm_up(self, http: httpx.Client) -> None:
+        """Compiles kernels and grows the daemon's memory; the first restore tells whether this works at all."""
+        for length in (self._lengths[0], self._lengths[-1]):
+            ids = self._prompt(length, -1)
+            generate(http, ids)
+            flush(http)
+            _, answer = generate(http, ids)
+            self._note(f"warm-up of {length}: {where(answer)}")
+            if where(answer)["storage"] != self._tokens(length):
+                raise RuntimeError(f"{length} tokens were stored, and restored were {where(answer)}")
+            flush(http)
+
+    def _measure(self, http: httpx.Client, length: int) -> None:
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        loads, found = [], {way: set() for way in WAYS}  # type: list[float], dict[str, set[str]]
+        worst_of_hits = worst_of_all = 0.0
+        before = {event: counted(http, event) for event in ("restored", "verified", "refused")}
+        for number in range(self._rounds):
+            ids, answers = self._prompt(length, number), {}
+            # Computed, then a hit on the device, then flushed and restored: the daemon has stored it by then.
+            for way in ("computed", "device", "restored"):
+                if way == "restored":
+                    flush(http)
+                    loaded = waited(http)
+                seconds[way].append((timed := generate(http, ids))[0])
+                answers[way] = timed[1]
+                found[way].add(json.dumps(where(timed[1])))
+            loads.append(waited(http) - loaded)
+            worst_of_hits = max(worst_of_hits, difference([answers["device"], answers["restored"]]))
+            worst_of_all = max(worst_of_all, difference(list(answers.values())))
+            flush(http)
+        self._answers.append((ids, answers["device"]))
+        medians = {way: statistics.median(values) for way, values in seconds.items()}
+        moved, load = self._tokens(length) * self._bytes, statistics.median(loads)
+        speed = moved / load / 1e9
+        self.result.setdefault("lengths", {})[str(length)] = {
+            "seconds_to_first_token": {way: [round(value, 4) for value in values] for way, values in seconds.items()},
+            "computed_over_restored": round(medians["computed"] / medians["restored"], 2),
+            "restored_over_device": round(medians["restored"] / medians["device"], 2),
+            "seconds_of_loads": [round(value, 4) for value in loads],
+            "bytes_of_a_restore_and_rank": moved,
+            "load_gb_per_s": round(speed, 2),
+            "load_over_plain_copy": round(speed / self.result["plain_copies"]["host_to_device_gb_per_s"], 3),
+            "cached_tokens": {way: sorted(values) for way, values in found.items()},
+            "restored_and_device_same_tokens": worst_of_hits != float("inf"),
+            "largest_logprob_difference_restored_device": worst_of_hits,
+            "largest_logprob_difference_of_all": worst_of_all,
+            **{f"tokens_{event}": counted(http, event) - before[event] for event in before},
+        }
+        self._note(f"{length}: {self.result['lengths'][str(length)]}")
+
+    def _after_restart(self, http: httpx.Client) -> None:
+        """Each last prompt, restored by a server that never computed it, against the first server's answer."""
+        generate(http, self._prompt(1024, -2))
+        self.result["after_engine_restart"] = [
+            {"tokens": where(answer), "seconds_to_first_token": round(seconds, 4),
+             "largest_logprob_difference": difference([known, answer])}
+            for ids, known in self._answers
+            for seconds, answer in (generate(http, ids),)
+        ]  # fmt: skip
+        self._note(f"after restart: {self.result['after_engine_restart']}")
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _note(self, text: str) -> None:
+        self.result["log"].append(f"{self._left():.0f} s left: {text[:300]}")
+        print(f"{self._left():.0f} s left: {text}", flush=True)
+
+
+def good(result: dict[str, Any]) -> bool:
+    """Whether everything that was restored was right, and everything asked for was restored."""
+    cells = result.get("lengths", {})
+    restart = result.get("after_engine_restart", [])
+    return (
+        bool(cells)
+        and all(
+            cell["tokens_refused"] == 0
+            and cell["tokens_verified"] == cell["tokens_restored"] > 0
+            and cell["largest_logprob_difference_restored_device"] == 0.0
+            and cell["cached_tokens"]["restored"]
+            == [json.dumps({"device": 0, "storage": int(length) // CHUNK * CHUNK})]
+            for length, cell in cells.items()
+        )
+        and all(cell["tokens"]["storage"] > 0 for cell in restart)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=500, help="seconds for everything")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
+    parser.add_argument("--copies", choices=("auto", "native", "torch"), default="auto", help="what the daemon uses")
+    parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.budget
+    name = "offload-h200.json" if arguments.tp == 1 else f"offload-h200-tp{arguments.tp}.json"
+    out = Path(os.environ.get("OUT", ".")) / name
+    kinds = {"auto": (True, False), "native": (True,), "torch": (False,)}[arguments.copies]
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="offload-") as folder:
+        for native in kinds:
+            session = Session(
+                Path(folder) / ("native" if native else "torch"), native=native, rounds=arguments.rounds,
+                tp=arguments.tp, cpu=arguments.cpu, end=end,
+            )  # fmt: skip
+            try:
+                session.run()
+            except RuntimeError as error:
+                failures.append(f"{session.result['copies']}: {error}")
+                print(failures[-1], flush=True)
+            report = {
+                "command": "bash eval/bench/gpu_run.sh eval.bench.offload_gpu " + shlex.join(sys.argv[1:]),
+                "machine": "cpu" if arguments.cpu else "gpu",
+                "good": good(session.result),
+                "failures": [failure[:1500] for failure in failures],
+                **session.result,
+            }
+            out.write_text(json.dumps(report, indent=1))
+            if "lengths" in session.result or end - time.monotonic() < 120:
+                break
+    print(out.read_text())
+    sys.exit(0 if report["good"] else 1)
+
+
+if __name__ == "__main__":
+    main()
