@@ -22,6 +22,7 @@ import torch
 from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation, LMCacheLookupOperation
 
 from agentserve.runtime.offload_counters import OffloadCounters
+from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of
 from agentserve.runtime.sglang_lmcache_ranks import RankConnector
 from offload.fingerprint import fingerprint
@@ -184,6 +185,7 @@ class GuardedConnector(RankConnector):
     ) -> LMCacheLookupOperation:
         if not self.all_online():
             self.counters.lookup("offline")
+            note_lookup(request_id, "offline")
             operation = LMCacheLookupOperation(
                 request_id, list(token_ids), int(local_hit_tokens), cache_salt, total_hit_tokens=0
             )
@@ -205,7 +207,9 @@ class GuardedConnector(RankConnector):
         hit = super().poll_lookup(operation)
         if hit is not None:
             self._lookup_deadlines.pop(name, None)
-            self.counters.lookup(self._given_up.pop(name, "hit" if hit else "miss"))
+            outcome = self._given_up.pop(name, "hit" if hit else "miss")
+            self.counters.lookup(outcome)
+            note_lookup(name, outcome, hit)
             if hit and self._sealer is not None:
                 hit = self._before_refused(operation, hit)
         return hit
@@ -221,6 +225,7 @@ class GuardedConnector(RankConnector):
         self.parallel_all_reduce(agreed, torch.distributed.ReduceOp.MIN)
         good = int(agreed.item())
         if good < hit:
+            BOOK.of(operation.request_id)["refused_from"] = good
             self.limit_hit(operation, good, hit)
         return good
 
@@ -236,6 +241,7 @@ class GuardedConnector(RankConnector):
         self.counters.waited("load", time.monotonic() - started)
         if success:
             self.counters.tokens("restored", tokens)
+            note_load(operation.request_id, "restored")
             return True
         operation.lookup.locks_held = False
         operation.result = False
@@ -249,18 +255,22 @@ class GuardedConnector(RankConnector):
                 if operation.future.wait_on_stream(stream, timeout=_SLICE_S):
                     return True
                 self._trouble("it refused a load")
+                note_load(operation.request_id, "failed")
                 return False
             except TimeoutError:
-                if not self._health.online:
+                late = self._health.online
+                if not late:
                     logger.warning("load for %s given up: the daemon was lost", operation.request_id)
                 elif time.monotonic() >= deadline:
                     self._trouble(f"a load was not done after {self._offload.load_deadline} s")
                 else:
                     continue
                 self.counters.tokens("abandoned", operation.end - operation.local_hit_tokens)
+                note_load(operation.request_id, "late" if late else "failed")
                 return False
             except Exception as error:
                 self._trouble(f"a load failed: {error}")
+                note_load(operation.request_id, "failed")
                 return False
 
     def _verified(self, operation: LMCacheLoadOperation, stream: Any) -> bool:
@@ -278,6 +288,7 @@ class GuardedConnector(RankConnector):
         wrong = int(bad.sum())
         self.counters.tokens("verified", (len(pages) - wrong) * self.page_size)
         if wrong:
+            note_load(operation.request_id, "refused")
             self.counters.tokens("refused", len(pages) * self.page_size)
             logger.error(
                 "LMCache returned a prefix for %s of which %d of %d pages are not what was stored: recomputing it",

@@ -247,10 +247,26 @@ def offload_hooks() -> tuple[Hook, ...]:
     )
 
 
+def fact_hooks() -> tuple[Hook, ...]:
+    """What tells clients why the offload tier or admission kept a hit from a request."""
+    from agentserve.runtime import sglang_request_facts
+
+    return (
+        Hook(
+            "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+            "replace",
+            sglang_request_facts.FactsOutputStreamer,
+            "answers tell how many tokens were hit, but not why others were not restored or how long admission held",
+        ),
+    )
+
+
 def active_hooks() -> tuple[Hook, ...]:
     """The hooks that this process must have in place."""
     cpu, eagle3 = sglang_cpu_platform.selected(), speculation.settings_from() is not None
+    facts = policy_settings.settings_from() is not None or offload_settings.settings_from() is not None
     return (
+        *(fact_hooks() if facts else ()),
         *(cpu_hooks() if cpu else ()),
         *(eagle3_hooks() if eagle3 else ()),
         *(eagle3_cpu_hooks() if cpu and eagle3 else ()),

@@ -20,6 +20,7 @@ from agentserve.runtime.policy_gate import Gate
 from agentserve.runtime.policy_journal import JOURNAL_VARIABLE, Journal
 from agentserve.runtime.policy_sessions import STOPS, Flow, SessionTable
 from agentserve.runtime.policy_settings import BACKEND, PolicySettings, live_eviction
+from agentserve.runtime.request_facts import BOOK
 from agentserve.runtime.sglang_policy_tree import LivePolicy, PolicyFullComponent, PolicyTreeCore
 from radix_cache.admission import admission_policy
 from radix_cache.features import Stop
@@ -126,6 +127,8 @@ class PolicyRadixCache(UnifiedRadixCache):
     def admit(self, waiting: list[Any]) -> list[bool]:
         """For each waiting request, in order: may it be prefilled now?"""
         decision = self.gate.decide([(req.rid, self.flow_of(req)) for req in waiting], self.tree_core.now)
+        for req, passed in zip(waiting, decision.passed, strict=True):
+            BOOK.admission(req.rid, passed, self.tree_core.now)
         for flow in decision.changed:
             self.tree_core.note_state(flow)
         self.counters.queue(decision.sessions_waiting, decision.sessions_parked, len(self.table))

@@ -1,9 +1,9 @@
 """Attribution of a replayed run: records and cache events in, causes per request out. Pure.
 
-When did the server match a request? It does not say; but the request hit ``R`` tokens, so at that moment the cache
-held exactly the first ``R / page`` pages of its prompt. That moment lies between sending and first token, and the
-events tell each state of the cache in between, in order. The last state that fits is taken. Where none fits, the
-evidence contradicts the server's count, and what is left over is shown as unexplained.
+When did the server match a request? It does not say; but the request hit ``R`` tokens on the device, so at that moment
+the device held exactly the first ``R / page`` pages of its prompt. That moment lies between sending and first token,
+and the events tell each state of the cache in between, in order. The last state that fits is taken. Where none fits,
+the evidence contradicts the server's count, and what is left over is shown as unexplained.
 
 A match can also fall *within* one event: SGLang joins neighbouring events of one kind before it publishes them. A store
 that passes ``R`` on its way, or a removal that does, fits too.
@@ -22,6 +22,7 @@ from radix_cache.attribution import (
     Lengths,
     Loss,
     Sweep,
+    TierAnswer,
     attribute,
     reachable,
     without_events,
@@ -93,7 +94,7 @@ class _Open:
     hit: int  # tokens
     best: int  # tokens that could have hit; the request lost something where it is above ``hit``
     last: int  # page number before the first lost one; _NOWHERE: the first page was lost
-    first: int  # page number of the first lost one; _NOWHERE: nothing was lost
+    first: int  # page number of the first one that the device did not have; _NOWHERE: nothing was lost
     exact: bool = False  # a state of the cache fitted
 
 
@@ -145,6 +146,8 @@ class _Matcher:
             if self._first_token(other) <= record.sent_s:
                 self.sweep.computed(other)  # no batch of events need tell of it
         self.sweep.arrive(request)
+        if record.held_s is not None:
+            self.sweep.hold(request)
         self._arrived.append(request)
         self._running.add(request)
         hit = best = record.cached_tokens or 0
@@ -152,7 +155,8 @@ class _Matcher:
             best = min(reachable(lengths_of(record), self._cache), length(asked.prompt) * self._cache.page_size)
         first = last = _NOWHERE
         if hit < best:
-            at = hit // self._cache.page_size
+            # What was restored from a tier below was not on the device when the request was matched.
+            at = (hit - (record.cached_host or 0) - (record.cached_storage or 0)) // self._cache.page_size
             around = numbers(asked.prompt, max(at - 1, 0), at + 1).tolist()
             first, last = around[-1], around[0] if at else _NOWHERE
         self._open[request] = _Open(request, hit, best, last, first)
@@ -164,7 +168,7 @@ class _Matcher:
                 if one.first == _NOWHERE or state.has(one.first, DEVICE) or not _within(one.first, ranges):
                     continue
                 if self._has_last(one) or _within(one.last, ranges):
-                    self._capture(one, exact=not state.has(one.first))
+                    self._capture(one, exact=True)
             self._charge(int(ranges[-1].sum()) - 1 if len(ranges) else _NOWHERE)
         self.sweep.store(ranges, tier)
 
@@ -172,7 +176,7 @@ class _Matcher:
         """Pages leave a tier; None: all leave all tiers."""
         state = self.sweep.state
         lost = [one for one in self._open.values() if one.first != _NOWHERE]
-        before = [(state.has(one.first), self._has_last(one)) for one in lost]
+        before = [(state.has(one.first, DEVICE), self._has_last(one)) for one in lost]
         if ranges is None:
             self.sweep.clear()
         elif len(ranges):
@@ -180,7 +184,7 @@ class _Matcher:
         for one, (had_first, had_last) in zip(lost, before, strict=True):
             if self._has_last(one):
                 continue  # it fits, and is taken when it no longer does, or when the window closes
-            if had_last and not (had_first and state.has(one.first)):
+            if had_last and not (had_first and state.has(one.first, DEVICE)):
                 self._capture(one, exact=True)
 
     def _pass(self, now: float) -> None:
@@ -191,7 +195,7 @@ class _Matcher:
                 self._note_gain(one)
                 if one.first != _NOWHERE:
                     fits = self._has_last(one)
-                    if fits and not self.sweep.state.has(one.first):
+                    if fits and not self.sweep.state.has(one.first, DEVICE):
                         self._capture(one, exact=True)
                     elif not one.exact:
                         self._capture(one, exact=False)
@@ -223,11 +227,13 @@ class _Matcher:
         return record.done_s if record.first_token_s is None else record.first_token_s
 
     def _has_last(self, one: _Open) -> bool:
-        return one.last == _NOWHERE or self.sweep.state.has(one.last)
+        return one.last == _NOWHERE or self.sweep.state.has(one.last, DEVICE)
 
     def _capture(self, one: _Open, *, exact: bool) -> None:
         if exact or not one.exact:
-            self.sweep.look_up(one.request, one.hit, one.best, self._cache.page_size)
+            answer = self._records[one.request].offload
+            heard = None if answer is None else TierAnswer(**answer.model_dump())
+            self.sweep.look_up(one.request, one.hit, one.best, self._cache.page_size, heard)
             one.exact = one.exact or exact
 
     def _charge(self, page: int) -> None:

@@ -17,6 +17,7 @@ from eval.report.schema_causes import (
     EventEvidence,
     EvictionRow,
     EvictorRow,
+    RealizedByTier,
     SessionCauses,
 )
 from radix_cache.attribution import Attribution, CacheKind, Cause, EvictedBy, VictimState
@@ -71,6 +72,7 @@ def summed(
         prompt_tokens=prompt,
         ideal_tokens=sum(one.ideal for one in found),
         realized_tokens=sum(one.realized for one in found),
+        realized_by_tier=_by_tier(compared),
         gap_tokens=gap,
         unexplained_tokens=left,
         unexplained_fraction=left / gap if gap > 0 else (0.0 if not left else 1.0),
@@ -80,6 +82,13 @@ def summed(
         by_session=_by_session(compared, found),
         by_depth=_by_depth(found),
         context_changes=_changes([r for r in records if r.error is None]),
+    )
+
+
+def _by_tier(compared: Sequence[RequestRecord]) -> RealizedByTier:
+    host, storage = sum(r.cached_host or 0 for r in compared), sum(r.cached_storage or 0 for r in compared)
+    return RealizedByTier(
+        device=sum(r.cached_tokens or 0 for r in compared) - host - storage, host=host, storage=storage
     )
 
 

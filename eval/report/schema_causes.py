@@ -83,6 +83,14 @@ class ContextChanges(_Model):
     largest: list[ContextChange]
 
 
+class RealizedByTier(_Model):
+    """Hit tokens by where they were found, as the server says of each request."""
+
+    device: int
+    host: int
+    storage: int  # LMCache: SGLang counts all of it as storage
+
+
 class AttributionReport(_Model):
     """Why the hits are not ideal: ideal - sum(causes) = realized, in tokens, exactly."""
 
@@ -90,6 +98,7 @@ class AttributionReport(_Model):
     prompt_tokens: int
     ideal_tokens: int
     realized_tokens: int
+    realized_by_tier: RealizedByTier | None = None
     gap_tokens: int
     unexplained_tokens: int  # lost and gained ones added up, so that they cannot hide each other
     unexplained_fraction: float  # of the gap

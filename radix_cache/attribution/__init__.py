@@ -3,6 +3,7 @@
 from radix_cache.attribution.causes import Cause, EvictedBy, Loss, VictimState
 from radix_cache.attribution.levels import Attribution, CacheKind, Lengths, attribute, reachable, without_events
 from radix_cache.attribution.sweep import Asked, Sweep
+from radix_cache.attribution.tier import TierAnswer
 
 __all__ = [
     "Asked",
@@ -13,6 +14,7 @@ __all__ = [
     "Lengths",
     "Loss",
     "Sweep",
+    "TierAnswer",
     "VictimState",
     "attribute",
     "reachable",

@@ -14,8 +14,11 @@ class Cause(StrEnum):
     SPECULATION_KEY = "speculation_key"
     IN_FLIGHT = "in_flight"
     NOT_ADMITTED = "not_admitted"
+    HELD = "held_by_admission"
     EVICTED = "evicted"
     OFFLOAD_LOST = "offload_lost"
+    OFFLOAD_REFUSED = "offload_refused"
+    RESTORED_LATE = "restored_late"
     NOT_RESTORED = "not_restored"
     NOT_OBSERVED = "not_observed"
     OVERTAKEN = "overtaken"
@@ -52,8 +55,11 @@ TITLES: dict[Cause, str] = {
     Cause.IN_FLIGHT: "still in flight",
     Cause.NOT_ADMITTED: "not admitted",
     Cause.EVICTED: "evicted",
+    Cause.HELD: "held by admission",
     Cause.OFFLOAD_LOST: "lost in the offload tier",
-    Cause.NOT_RESTORED: "not restored in time",
+    Cause.OFFLOAD_REFUSED: "refused by the offload tier",
+    Cause.RESTORED_LATE: "restored too late",
+    Cause.NOT_RESTORED: "not restored",
     Cause.NOT_OBSERVED: "not observed (no cache events)",
     Cause.OVERTAKEN: "overtaken (a gain)",
     Cause.UNEXPLAINED: "unexplained",
@@ -71,8 +77,13 @@ DEFINITIONS: dict[Cause, str] = {
         " than the cache."
     ),
     Cause.EVICTED: "They were in the cache and had been evicted when the request looked for them.",
-    Cause.OFFLOAD_LOST: "They had been evicted to the offload tier and were dropped there.",
-    Cause.NOT_RESTORED: "They were in the offload tier, but the request did not get them: refused, or too late.",
+    Cause.HELD: "They were in the cache while admission held the request back, and evicted before it let it go.",
+    Cause.OFFLOAD_LOST: "They had been stored in the offload tier, which did not have them any more.",
+    Cause.OFFLOAD_REFUSED: (
+        "They were in the offload tier, but it was away, refused them, or returned something else than was stored."
+    ),
+    Cause.RESTORED_LATE: "They were in the offload tier, which did not answer or deliver in time.",
+    Cause.NOT_RESTORED: "They were in the offload tier, and the request did not get them; the server does not say why.",
     Cause.NOT_OBSERVED: (
         "They had been computed before the request was sent; without cache events nobody knows whether they were "
         "evicted, never admitted, or lost in an offload tier."
@@ -110,6 +121,6 @@ class Loss(NamedTuple):
     cause: Cause
     tokens: int  # negative: hit, though theory does not count it (OVERTAKEN, UNEXPLAINED)
     at: int  # tokens of the prompt before the first of them
-    by: EvictedBy | None = None  # EVICTED and OFFLOAD_LOST only, as the fields below
+    by: EvictedBy | None = None  # known for evictions (EVICTED, HELD, OFFLOAD_LOST), as the fields below
     victim: VictimState | None = None
     culprit: int | None = None  # request that needed the memory, by its index

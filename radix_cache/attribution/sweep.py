@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from radix_cache.attribution.causes import Cause, EvictedBy, Loss, VictimState
 from radix_cache.attribution.pages import DEVICE, NONE, PageState, Ranges, Run
+from radix_cache.attribution.tier import TierAnswer
 from radix_cache.features import Stop
 
 _NEVER = 1 << 62
@@ -71,6 +73,7 @@ class Sweep:
         self._removals: list[_Removal] = []
         self._evicted_for: dict[int, int] = {}
         self._misses: dict[int, Miss] = {}
+        self._held: set[int] = set()
         self._flows: dict[int, list[int]] = {}  # flow -> its requests in order of arrival
         self._turns: dict[int, int] = {}
         for asked in requests:
@@ -86,14 +89,25 @@ class Sweep:
         self.state.claim(asked.prompt, request)
         self.state.claim(asked.answer, request)
 
-    def look_up(self, request: int, hit: int, best: int, page_size: int) -> None:
+    def hold(self, request: int) -> None:
+        """Admission kept the request waiting after it had been sent."""
+        self._held.add(request)
+
+    def look_up(self, request: int, hit: int, best: int, page_size: int, answer: TierAnswer | None = None) -> None:
         """The request was matched and got ``hit`` tokens of the ``best`` that were possible. Asked again, the later
-        answer counts."""
+        answer counts.
+
+        Args:
+            answer: what the request heard from the tier below the device, where that is known.
+        """
         runs = []
-        for run in self.state.runs(self._requests[request].prompt, hit // page_size, best // page_size):
+        found = self.state.runs(self._requests[request].prompt, hit // page_size, best // page_size)
+        for run in found if answer is None else _cut(found, [tokens // page_size for tokens in answer.borders()]):
             cause: Cause | None = None
-            if run.tiers:
-                cause = Cause.UNEXPLAINED if run.tiers & DEVICE else Cause.NOT_RESTORED
+            if run.tiers & DEVICE:
+                cause = Cause.UNEXPLAINED
+            elif run.tiers:
+                cause = Cause.NOT_RESTORED if answer is None else answer.cause_at(run.at * page_size)
             elif not run.stored:
                 flying = run.maker not in (NONE, request) and not self._computed[run.maker]
                 cause = Cause.IN_FLIGHT if flying else Cause.NOT_ADMITTED
@@ -161,9 +175,12 @@ class Sweep:
                 continue
             removal = self._removals[run.removal]
             culprit = None if removal.culprit == NONE else removal.culprit
+            cause = Cause.EVICTED if removal.tier == DEVICE else Cause.OFFLOAD_LOST
+            if cause is Cause.EVICTED and request in self._held and removal.tick > self._arrived[request]:
+                cause = Cause.HELD
             found.append(
                 Loss(
-                    Cause.EVICTED if removal.tier == DEVICE else Cause.OFFLOAD_LOST,
+                    cause,
                     tokens,
                     start,
                     self._reason(removal),
@@ -210,3 +227,13 @@ class Sweep:
     def _now(self) -> int:
         self._tick += 1
         return self._tick
+
+
+def _cut(runs: Sequence[Run], borders: Sequence[int]) -> list[Run]:
+    """The same pages as runs that end at each border, a position in the path."""
+    cut = []
+    for run in runs:
+        inside = [at for at in borders if run.at < at < run.at + run.pages]
+        edges = [run.at, *sorted(set(inside)), run.at + run.pages]
+        cut += [run._replace(at=start, pages=end - start) for start, end in pairwise(edges)]
+    return cut

@@ -304,6 +304,8 @@ class Engine:
             cached_device=outcome.cached_device,
             cached_host=outcome.cached_host,
             cached_storage=outcome.cached_storage,
+            offload=outcome.offload,
+            held_s=outcome.held_s,
             accepted_drafts=outcome.accepted_drafts,
             recorded_stop=request.turn.stop.value,
             finish_reason=outcome.finish_reason,

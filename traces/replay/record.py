@@ -87,6 +87,15 @@ class RequestError(_Model):
     message: str
 
 
+class OffloadAnswer(_Model):
+    """What a request heard from agentserve's offload tier (``agentserve.runtime.request_facts.Facts``)."""
+
+    lookup: Literal["hit", "miss", "late", "offline"]
+    found: int = 0  # tokens, from the prompt's beginning, that the tier said it has
+    refused_from: int | None = None  # tokens before the first page that was not asked for
+    load: Literal["restored", "late", "refused", "failed"] | None = None
+
+
 class RequestRecord(_Model):
     # identity
     session: str
@@ -109,6 +118,8 @@ class RequestRecord(_Model):
     cached_device: int | None = None
     cached_host: int | None = None
     cached_storage: int | None = None
+    offload: OffloadAnswer | None = None  # None: no such tier, or it was not asked
+    held_s: float | None = None  # seconds that agentserve's admission held it back; None: not at all
     # speculation: verification steps by the number of drafts accepted, from 0; None where there was no step. The last
     # step can accept beyond the end of the output.
     accepted_drafts: list[int] | None = None

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from traces.replay.record import RequestError, ServerInfo
+from traces.replay.record import OffloadAnswer, RequestError, ServerInfo
 
 Tokens = npt.NDArray[np.int32]
 Message = dict[str, str]
@@ -20,6 +20,9 @@ Message = dict[str, str]
 # why an answer ends. Only a server with that backend is sent either of them.
 POLICY_BACKEND = "agentserve"
 STOP_PARAMETER = "agentserve_stop"
+# Where an agentserve server's answers say in ``meta_info`` what else is known of the request
+# (``agentserve.runtime.request_facts``).
+FACTS = "agentserve"
 
 
 class ServerUnreachableError(RuntimeError):
@@ -58,6 +61,8 @@ class Outcome:
     cached_host: int | None = None
     cached_storage: int | None = None
     accepted_drafts: list[int] | None = None  # verification steps by accepted drafts; None where nothing was drafted
+    offload: OffloadAnswer | None = None  # as in the record
+    held_s: float | None = None
     finish_reason: str | None = None
     error: RequestError | None = None
 

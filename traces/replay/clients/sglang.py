@@ -26,6 +26,7 @@ import numpy as np
 import orjson
 
 from traces.replay.clients.base import (
+    FACTS,
     POLICY_BACKEND,
     Call,
     Outcome,
@@ -38,7 +39,7 @@ from traces.replay.clients.base import (
     stream_events,
     unfinished,
 )
-from traces.replay.record import RequestError, ServerInfo
+from traces.replay.record import OffloadAnswer, RequestError, ServerInfo
 from traces.replay.speculation import speculation_of
 
 _SECRETS = ("api_key", "password", "keyfile", "secret")
@@ -174,6 +175,10 @@ def _take_chunk(data: str, outcome: Outcome, ids: list[int]) -> RequestError | N
         outcome.cached_tokens = meta.get("cached_tokens")
         outcome.accepted_drafts = meta.get("spec_correct_drafts_histogram")
         details = meta.get("cached_tokens_details") or {}
+        for facts in meta.get(FACTS) or ():
+            outcome.held_s = facts.get("held_s")
+            answer = {name: facts[name] for name in OffloadAnswer.model_fields if name in facts}
+            outcome.offload = OffloadAnswer.model_validate(answer) if answer else None
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         return RequestError(kind="protocol", message=f"unreadable event {data[:200]!r}: {error!r}")
     if details:
