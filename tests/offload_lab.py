@@ -79,6 +79,12 @@ def rows(pool: Any, slots: torch.Tensor) -> list[torch.Tensor]:
     return [tensor[slots].view(torch.uint8).clone() for tensor in tensors(pool)]
 
 
+def put(pool: Any, slots: torch.Tensor, held: list[torch.Tensor]) -> None:
+    """Write back what ``rows`` returned."""
+    for tensor, data in zip(tensors(pool), held, strict=True):
+        tensor[slots] = data.view(tensor.dtype)
+
+
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
@@ -185,11 +191,11 @@ def slack() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def wait_until(condition: Any, seconds: float) -> None:
+def wait_until(condition: Any, seconds: float, interval: float = 0.005) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"
-        time.sleep(0.005)
+        time.sleep(interval)
 
 
 @contextmanager

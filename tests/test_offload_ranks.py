@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks with one daemon: what one cannot restore neither uses, and neither waits for the other."""
+"""Two tensor-parallel ranks, with one daemon and with one each: what one cannot restore neither uses, and neither waits
+for the other."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -13,10 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentserve.launch.daemon import Daemon, daemon_plan
-from agentserve.launch.host import free_port
+from agentserve.launch.host import free_port, port_problem
 from offload.daemon import DaemonSpec
 from offload.settings import OffloadSettings
 
@@ -26,31 +29,38 @@ TIMES = OffloadSettings(lookup_deadline=3.0, load_deadline=3.0, store_deadline=3
 
 
 def rank_main(
-    rank: int, store_port: int, settings: OffloadSettings, checkpoint: Path, daemon: int, pipe: Connection
+    rank: int, store_port: int, own: OffloadSettings, checkpoint: Path, daemons: tuple[int, int], pipe: Connection
 ) -> None:
+    """What the rank saw with the first daemon for both ranks, then with one each; in one process, to save imports."""
     try:
-        pipe.send(run_rank(rank, store_port, settings, checkpoint, daemon))
+        import torch
+
+        from tests.offload_lab import lab
+
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{store_port}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=120),
+        )
+        with lab(replace(own, rank_addresses=()), checkpoint, seed=rank, tp_rank=rank, tp_size=2) as engine:
+            pipe.send(with_one_daemon(engine, rank, daemons[0]))
+        with lab(own, checkpoint, seed=rank, tp_rank=rank, tp_size=2) as engine:
+            pipe.send(with_own_daemons(engine, rank, own, daemons[1]))
     except BaseException:
         pipe.send(traceback.format_exc())
 
 
-def run_rank(rank: int, store_port: int, settings: OffloadSettings, checkpoint: Path, daemon: int) -> dict[str, Any]:
+def with_one_daemon(lab: Any, rank: int, daemon: int) -> dict[str, Any]:
     """The same steps on both ranks, as schedulers do; what this rank saw."""
     import torch
 
-    from tests.offload_lab import Lab, fill, rows, same, slack, tokens_of, wait_until
+    from tests.offload_lab import fill, rows, same, slack, tokens_of, wait_until
 
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{store_port}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    lab = Lab(settings, checkpoint, seed=rank, tp_rank=rank, tp_size=2)
     seen: dict[str, Any] = {"name": lab.connector.model_name}
     wait_until(lab.connector.all_online, 60)
-    ids = tokens_of(store_port, 1024)
+    ids = tokens_of(1, 1024)
     slots = lab.take(1024)
     held = rows(lab.pool, slots)
     operation = lab.connector.submit_store("store", ids, [slots], device_indices_start=0, cache_salt="")
@@ -111,43 +121,146 @@ def run_rank(rank: int, store_port: int, settings: OffloadSettings, checkpoint: 
     lab.connector._wait_for = wait_for
     lab.connector.finish_request("one lossy")
     seen["then"] = lab.found(lab.request("then", ids))
-    lab.close()
     return seen
 
 
-def test_two_ranks_agree_on_every_outcome(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    spec = DaemonSpec("127.0.0.1", free_port(), free_port(), 256, 0.5, workers=2)
-    settings = replace(TIMES, port=spec.port)
+def with_own_daemons(lab: Any, rank: int, settings: OffloadSettings, second: int) -> dict[str, Any]:
+    """The second rank's daemon is killed and comes back empty; what this rank saw."""
+    import torch
+
+    from tests.offload_lab import put, rows, same, slack, tokens_of, wait_until
+
+    http = int(settings.rank_addresses[rank].rpartition(":")[2]) + 1
+
+    def locked() -> int:
+        """Objects of this rank's daemon that a lookup holds."""
+        status = httpx.get(f"http://127.0.0.1:{http}/status", timeout=10).json()
+        return int(found_in(status, "read_locked_count"))
+
+    def store(name: str, count: int) -> bool:
+        operation = lab.connector.submit_store(
+            name, ids[:count], [slots[:count]], device_indices_start=0, cache_salt=""
+        )
+        wait_until(lambda: lab.connector.ready_prefix_count([operation]) == 1, 30)
+        done = bool(lab.connector.complete_store(operation))
+        lab.connector.finish_request(name)
+        return done
+
+    wait_until(lab.connector.all_online, 60)
+    ids = tokens_of(2, 1024)
+    slots = lab.take(1024)
+    held = rows(lab.pool, slots)
+    seen: dict[str, Any] = {"stored": store("store", 1024)}
+
+    def restored(name: str) -> tuple[int, bool]:
+        request = lab.request(name, ids)
+        found = lab.found(request)
+        got = lab.load(request) if found else None
+        if got is None:
+            return found, False
+        good = same(rows(lab.pool, got), [plane[:found] for plane in held])
+        lab.allocator.free(got)
+        return found, good
+
+    seen["both"] = restored("both")
+    torch.distributed.barrier()
+    if rank == 1:
+        os.kill(second, signal.SIGKILL)
+    torch.distributed.barrier()
+    started = time.monotonic()
+    seen["killed"] = restored("killed")
+    seen["killed seconds"], seen["slack"] = time.monotonic() - started, slack()
+    wait_until(lab.connector.all_online, 120, 0.2)
+
+    # The first rank's daemon still has all of it, the second's nothing.
+    request = lab.request("empty", ids)
+    seen["empty"] = lab.found(request)
+    wait_until(lambda: not locked(), 20)
+    lab.connector.finish_request("empty")
+
+    put(lab.pool, slots, held)
+    seen["stored half"] = store("half", 512)
+    request = lab.request("half again", ids)
+    seen["half"] = lab.found(request)
+    wait_until(lambda: locked() == 2, 20)  # two chunks on either rank: what the first has more of is free
+    got = lab.load(request)
+    seen["half good"] = got is not None and same(rows(lab.pool, got), [plane[:512] for plane in held])
+    wait_until(lambda: not locked(), 20)
+    return seen
+
+
+def found_in(status: Any, name: str) -> Any:
+    """A field of the daemon's nested status."""
+    if isinstance(status, dict):
+        if name in status:
+            return status[name]
+        return next((found for value in status.values() if (found := found_in(value, name)) is not None), None)
+    return None
+
+
+def test_two_ranks_agree_on_every_outcome_with_one_daemon_and_with_one_each(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    first = free_ports(4)
+    specs = [DaemonSpec("127.0.0.1", port, port + 1, 256, 0.5, workers=2) for port in (first, first + 2)]
+    own = replace(TIMES, port=first, rank_addresses=tuple(f"127.0.0.1:{spec.port}" for spec in specs))
     context = get_context("spawn")
-    with Daemon(daemon_plan(spec, tmp_path), tmp_path / "lmcache.log", frozen_after_s=600) as daemon:
+    with ExitStack() as stack:
+        daemons = [
+            Daemon(daemon_plan(spec, tmp_path), tmp_path / f"lmcache-{spec.port}.log", frozen_after_s=600)
+            for spec in specs
+        ]
+        for daemon in daemons:
+            stack.callback(daemon.stop)
+            daemon.start()
+        for daemon in daemons:
+            daemon.wait_healthy()
+        pids = (daemons[0].pid or 0, daemons[1].pid or 0)
         store_port = free_port()
         pipes, processes = [], []
         for rank in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=rank_main, args=(rank, store_port, settings, tiny_checkpoint, daemon.pid, theirs)
-            )
+            process = context.Process(target=rank_main, args=(rank, store_port, own, tiny_checkpoint, pids, theirs))
             process.start()
             pipes.append(ours)
             processes.append(process)
         try:
-            results = [pipe.recv() if pipe.poll(600) else "no answer" for pipe in pipes]
+            one = [pipe.recv() if pipe.poll(300) else "no answer" for pipe in pipes]
+            each = [pipe.recv() if pipe.poll(300) else "no answer" for pipe in pipes] if type(one[0]) is dict else []
         finally:
-            os.kill(daemon.pid or 0, signal.SIGCONT)
+            os.kill(pids[0], signal.SIGCONT)
             for process in processes:
                 process.join(20)
                 if process.is_alive():
                     process.kill()
-    for seen in results:
-        assert isinstance(seen, dict), seen
-        assert seen["stored"]
-        assert seen["both"] == (1024, True)
-        assert seen["frozen found"] == 1024
-        assert seen["frozen load"] is None
-        assert seen["frozen seconds"] < TIMES.load_deadline + seen["slack"]
-        assert not seen["frozen offline"]
-        assert (seen["frozen free"], seen["thawed free"]) == (-2048, -1024)  # what "both" took stays taken
-        assert seen["after"] == (1024, True)
-        assert seen["one lossy"] == (1024, None)
-        assert seen["then"] == 0
-    assert results[0]["name"] == results[1]["name"]
+        for seen in one:
+            assert isinstance(seen, dict), seen
+            assert seen["stored"]
+            assert seen["both"] == (1024, True)
+            assert seen["frozen found"] == 1024
+            assert seen["frozen load"] is None
+            assert seen["frozen seconds"] < TIMES.load_deadline + seen["slack"]
+            assert not seen["frozen offline"]
+            assert (seen["frozen free"], seen["thawed free"]) == (-2048, -1024)  # what "both" took stays taken
+            assert seen["after"] == (1024, True)
+            assert seen["one lossy"] == (1024, None)
+            assert seen["then"] == 0
+        assert one[0]["name"] == one[1]["name"]
+        for seen in each:
+            assert isinstance(seen, dict), seen
+            assert seen["stored"]
+            assert seen["both"] == (1024, True)
+            assert seen["killed"] in ((0, False), (1024, False))  # missed in the lookup, or in the load
+            assert seen["killed seconds"] < TIMES.lookup_deadline + TIMES.load_deadline + seen["slack"]
+            assert seen["empty"] == 0
+            assert seen["stored half"]
+            assert (seen["half"], seen["half good"]) == (512, True)
+        assert [daemon.starts for daemon in daemons] == [1, 2]
+
+
+def free_ports(count: int) -> int:
+    """The first of that many free ports in a row."""
+    while True:
+        first = free_port()
+        if all(port_problem("127.0.0.1", port) is None for port in range(first, first + count)):
+            return first
