@@ -12,6 +12,7 @@ _COMMANDS = {
     "replay": ("agentserve.cli.replay", "Replay a multi-turn trace against a running server."),
     "report": ("agentserve.cli.report", "Report realized against theoretical hit rate of a run."),
     "compare": ("agentserve.cli.compare", "Compare runs side by side, and paired per request."),
+    "diagnose": ("agentserve.cli.diagnose", "Find where turns of a chat log broke their prefix, and why."),
     "traces": ("agentserve.cli.traces", "Inspect traces: statistics and theoretical hit rate."),
     "audit": ("agentserve.cli.audit", "Which fast paths of a running server really ran."),
     "shapes": ("agentserve.cli.shapes", "Local GEMM shapes and bytes of one tensor-parallel rank."),

@@ -38,6 +38,7 @@ class Break(NamedTuple):
     title: str
     remedy: str
     place: Place
+    fault: bool  # False: what a client may well do on purpose (compaction, going back)
     kind: str  # of the predecessor's text at the divergence: "system prompt", "tool call", ...; "end" behind it
 
 
@@ -55,4 +56,4 @@ def diagnose(before: str | Prompt, after: str | Prompt) -> Break | None:
     place, evidence = found
     rule = probable_cause(evidence)
     kind = evidence.old_kind or evidence.new_kind
-    return Break(rule.name, rule.title, rule.remedy, place, "end" if kind is None else kind.value)
+    return Break(rule.name, rule.title, rule.remedy, place, rule.fault, "end" if kind is None else kind.value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from eval.diagnose.prompt import Kind, Piece, Prompt, Tokens, common_ids, common_prefix
+from eval.diagnose.prompt import Kind, Piece, Prompt, common_ids, common_prefix
 
 BEFORE_CHARACTERS = 60  # of the common text, in an excerpt
 AFTER_CHARACTERS = 100  # of each side
@@ -96,13 +97,14 @@ def find_divergence(before: Prompt, after: Prompt) -> tuple[Place, Evidence] | N
         same = common_ids(one.ids, other.ids)
         if same == len(one.ids):
             return None
-        at = _character(one, same)
         numbers = same, len(one.ids), len(other.ids)
-        # Another text also gives another token some characters before the text differs: that is a change of text.
-        beyond = max(_character(one, same + 1), _character(other, same + 1))
-        same_text = characters >= beyond or characters == len(before.text)
-        if not same_text:
-            at = characters
+        same_text = characters == len(before.text)
+        at = 0 if same_text else characters
+        if one.ends is not None and other.ends is not None:
+            # Another text also gives another token some characters before the text differs: a change of text.
+            beyond = max(_character(one.ends, same + 1), _character(other.ends, same + 1))
+            same_text = same_text or characters >= beyond
+            at = _character(one.ends, same) if same_text else characters
     shown = max(0, at - BEFORE_CHARACTERS)
     place = Place(
         "character" if one is None or other is None else "token",
@@ -131,7 +133,7 @@ def rests(before: Prompt, after: Prompt, at: int) -> tuple[tuple[Piece, ...], tu
     return before.pieces[found[0] :], after.pieces[found[1] :]
 
 
-def _character(tokens: Tokens, count: int) -> int:
+def _character(ends: Sequence[int], count: int) -> int:
     """Characters of the first ``count`` tokens."""
-    count = min(count, len(tokens.ends))
-    return tokens.ends[count - 1] if count else 0
+    count = min(count, len(ends))
+    return ends[count - 1] if count else 0

@@ -6,7 +6,7 @@ Pieces come from messages (``chat.py``) or from the markers that chat templates 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -36,10 +36,10 @@ class Piece(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A text's token ids, and the character behind each token."""
+    """A text's token ids, and the character behind each token; None where nobody knows it."""
 
     ids: Sequence[int]
-    ends: Sequence[int]
+    ends: Sequence[int] | None = None
 
 
 Tokenize = Callable[[str], Tokens]
@@ -52,12 +52,14 @@ class Prompt:
     Attributes:
         pieces: in order; their texts joined are the prompt.
         tokens: as the server saw them, where that is known.
-        reasoning_sent: messages (by index) that the client sent with reasoning, whatever the template made of it.
+        reasoning_sent: reasoning texts (stripped) that the client sent, whatever the template made of them.
+        compacted: the client says that a summary took the place of the history before this prompt.
     """
 
     pieces: tuple[Piece, ...]
     tokens: Tokens | None = None
-    reasoning_sent: frozenset[int] = field(default_factory=frozenset)
+    reasoning_sent: frozenset[str] = field(default_factory=frozenset)
+    compacted: bool = False
 
     @cached_property
     def text(self) -> str:
@@ -153,8 +155,3 @@ def common_prefix(one: str, other: str) -> int:
 def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens that both begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def join(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Without empty pieces."""
-    return tuple(piece for piece in pieces if piece.text)

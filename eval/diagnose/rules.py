@@ -27,6 +27,7 @@ class Rule(NamedTuple):
     title: str
     applies: Callable[[Evidence], bool]
     remedy: str
+    fault: bool = True  # False: what a client may well do on purpose
 
 
 def _retokenised(e: Evidence) -> bool:
@@ -154,10 +155,7 @@ def _stray_tag(e: Evidence) -> bool:
 
 
 def _template_without_reasoning(e: Evidence) -> bool:
-    """The client sent the reasoning, or the prompt opened the block itself; the template renders history without it."""
-    if e.old is None or e.old.kind is not Kind.THINK or e.new_kind is Kind.THINK:
-        return False
-    return e.old.message in e.after.reasoning_sent
+    return _think_dropped(e) and _thought(e) in e.after.reasoning_sent
 
 
 def _think_dropped(e: Evidence) -> bool:
@@ -197,7 +195,7 @@ _SUMMARY = re.compile(r"summar|continued from a previous|compact|condensed|so fa
 
 
 def _compacted(e: Evidence) -> bool:
-    return (
+    return e.after.compacted or (
         len(e.after.text) < len(e.before.text)
         and e.new_kind in (Kind.USER, Kind.SYSTEM)
         and bool(_SUMMARY.search(e.new_from(400)))
@@ -324,6 +322,7 @@ RULES: tuple[Rule, ...] = (
         "the history was replaced by a summary",
         _compacted,
         "expected after a compaction: the first turn after it is computed anew; compact less often, or keep the head",
+        fault=False,
     ),
     Rule(
         "truncated_by_client",
@@ -417,6 +416,7 @@ RULES: tuple[Rule, ...] = (
         "the conversation went back and took another way",
         _rewound,
         "expected when a user edits or retries; what was behind that place is of no use now",
+        fault=False,
     ),
     Rule("answer_changed", "an earlier answer changed", _answer_changed, "send answers back as they came"),
     Rule(
