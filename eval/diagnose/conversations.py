@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eval.diagnose.chat import Call
 
 KEPT = 512  # calls that may still be continued
 _LOOKED_AT = 16  # newest candidates that are compared: all turns of a long conversation are some
 _TAIL = 4  # newest digests of a call by which it is found again
+
+
+def _sharing(call: Call, earlier: Call) -> Call:
+    """The call with its predecessor's messages where they are equal: a log repeats the history in each line."""
+    known = (*earlier.request.messages, *earlier.answer)
+    messages = call.request.messages
+    shared = tuple(old if old == new else new for old, new in zip(known, messages, strict=False))
+    return replace(call, request=replace(call.request, messages=(*shared, *messages[len(shared) :])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +49,7 @@ class Conversations:
         """The call that this one continues, None for a first one; and remember this one."""
         digests = tuple(call.digests())
         found = self._best(call, digests)
-        self._remember(_Known(call, digests))
+        self._remember(_Known(call if found is None else _sharing(call, found.call), digests))
         if found is None:
             self.count += 1
         return None if found is None else found.call
