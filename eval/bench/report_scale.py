@@ -31,6 +31,8 @@ from traces.replay.events import KV_EVENTS, EventBatch, EventHeader, KvEvents, R
 from traces.replay.record import RequestRecord, RunEvent, RunHeader, ServerInfo
 from traces.replay.store import EVENTS, HEADER, REQUESTS
 
+LIMIT_S, LIMIT_BYTES = 60, 10**9
+
 _STOPS = {Stop.TOOL: "tool_use", Stop.TURN: "end_turn"}
 
 
@@ -63,13 +65,13 @@ def as_run(
         session = int(flows[flow]["session"])
         name = MAIN_FLOW if flow == sessions[session]["first_flow"] else f"agent_{flow}"
         key = (workload.session_ids[session], name, number - int(flows[flow]["first"]))
-        start = float(fate["start_stamp"])
+        start, ready = float(fate["start_stamp"]), float(fate["ready_stamp"])
         best = found[number].aligned
         records.append(
             RequestRecord(
-                session=key[0], flow=key[1], turn=key[2], ready_s=float(fate["ready_stamp"]),
-                sent_s=float(fate["ready_stamp"]), first_token_s=start + 0.6, done_s=float(fate["done_stamp"]),
-                think_s=0.0, prompt_tokens=int(request["prompt"]), prompt_tokens_reported=int(request["prompt"]),
+                session=key[0], flow=key[1], turn=key[2], ready_s=ready, sent_s=ready, first_token_s=start + 0.6,
+                done_s=float(fate["done_stamp"]), think_s=_waited(workload, outcome, number),
+                prompt_tokens=int(request["prompt"]), prompt_tokens_reported=int(request["prompt"]),
                 output_tokens_wanted=max(1, int(request["output"])), output_tokens=max(1, int(request["output"])),
                 cached_tokens=int(fate["hit"]), session_lcp=best, session_output_lcp=best, shared_lcp=best,
                 shared_output_lcp=best, ready_lcp=best, recorded_stop=_STOPS.get(Stop(int(request["stop"])), ""),
@@ -89,6 +91,15 @@ def as_run(
     ]
     header = EventHeader(header=1, endpoint="simulator", page_size=workload.page_size, pair_keys=False, emptied=True)
     return _header(workload, outcome), sorted(records, key=lambda r: r.done_s), KvEvents(header, batches, paths)
+
+
+def _waited(workload: Workload, outcome: Outcome, number: int) -> float:
+    """From the end of the request that this one follows to its being ready; 0 for a session's first."""
+    flow: Any = workload.flows[int(workload.requests[number]["flow"])]
+    before = number - 1 if number != int(flow["first"]) else int(flow["spawn"])
+    if before < 0:
+        return 0.0
+    return float(outcome.fates[number]["ready_stamp"] - outcome.fates[before]["done_stamp"])
 
 
 def _pairs(ranges: Any) -> tuple[tuple[int, int], ...]:
@@ -127,7 +138,8 @@ def write_run(folder: Path, header: RunHeader, records: list[RequestRecord], eve
 @click.option("--page-size", default=64, show_default=True)
 @click.option("--clients", default=28, show_default=True)
 @click.option("--capacity", default=1.0, show_default=True, help="Times the mean of the live contexts.")
-def main(requests: int, page_size: int, clients: int, capacity: float) -> None:
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result to this file.")
+def main(requests: int, page_size: int, clients: int, capacity: float, out: Path | None) -> None:
     """Time `agentserve report` on a generated run with cache events, and check its causes against the simulator's."""
     sessions: list[Any] = []
     count = 0
@@ -149,33 +161,43 @@ def main(requests: int, page_size: int, clients: int, capacity: float) -> None:
         run = Path(folder) / "run"
         write_run(run, *as_run(workload, outcome, found))
         began = time.monotonic()
-        made = subprocess.run(
-            [sys.executable, "-c", _REPORT, "report", str(run), "--json", "-"], capture_output=True, check=True
-        )
+        arguments = ["report", str(run), "--json", "-", "--md", str(run / "report.md")]
+        made = subprocess.run([sys.executable, "-c", _REPORT, *arguments], capture_output=True, check=True)
         seconds = time.monotonic() - began
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         peak_kb = int(made.stderr.decode().rsplit("VmHWM:", 1)[1].split()[0])
-        why = json.loads(made.stdout)["attribution"]
+        report = json.loads(made.stdout)
+        why, what_if = report["attribution"], report["what_if"]
         page = (run / "report.html").stat().st_size
     reported = {row["cause"]: row["tokens"] for row in why["causes"] if row["tokens"]}
-    print(
-        json.dumps(
-            {
-                "requests": len(workload.requests),
-                "prompt_tokens": workload.prompt_tokens,
-                "batches": why["evidence"]["batches"],
-                "seconds": round(seconds, 1),
-                "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-                "peak_rss_mb": round(peak_kb / 1024),
-                "html_mb": round(page / 1e6, 2),
-                "hit_rate": round(outcome.rate, 4),
-                "causes": reported,
-                "same_causes_as_simulator": reported == {cause: n for cause, n in truth.items() if n},
-                "unexplained_tokens": why["unexplained_tokens"],
-            },
-            indent=2,
-        )
-    )
+    same = reported == {cause: n for cause, n in truth.items() if n}
+    result = {
+        "command": "python -m eval.bench.report_scale " + " ".join(sys.argv[1:]),
+        "requests": len(workload.requests),
+        "prompt_tokens": workload.prompt_tokens,
+        "batches": why["evidence"]["batches"],
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_rss_mb": round(peak_kb / 1024),
+        "html_mb": round(page / 1e6, 2),
+        "within_60_s_and_1_gb": seconds < LIMIT_S and peak_kb * 1024 < LIMIT_BYTES,
+        "hit_rate": round(outcome.rate, 4),
+        "causes": reported,
+        "same_causes_as_simulator": same,
+        "unexplained_tokens": why["unexplained_tokens"],
+        "what_if": {
+            "simulations": len(what_if["answers"]) + sum(len(point["rates"]) for point in what_if["curve"]),
+            "left_out": len(what_if["left_out"]),
+            "hit_rate_of_this_run": round(what_if["simulated_rate"], 4),
+            "answers": {a["question"]: round(a["difference"], 4) for a in what_if["answers"]},
+        },
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n")
+    if not same:
+        raise click.ClickException("the report's causes are not those of the simulator")
 
 
 if __name__ == "__main__":
