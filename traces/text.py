@@ -1,8 +1,9 @@
 """Text of conversations as tokens of the served model: what formats without block ids need.
 
-A format of text has messages, no ids. Ids are made here: the messages of a prompt are rendered and tokenised exactly as
-the server does it (its chat template, its tokenizer), and equal blocks of tokens after equal prefixes get equal ids.
-All lengths are then those of the served model, whatever the log says about the model that was recorded.
+A format of text has messages, no ids. Ids are made here: the messages of a prompt are rendered and tokenised
+exactly as the server does it (its chat template, its tokenizer), and equal blocks of tokens after equal prefixes
+get equal ids. All lengths are then those of the served model, whatever the log says about the model that was
+recorded.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ class ChatTokenizer(Protocol):
 
 
 class FolderTokenizer:
-    """The tokenizer and chat template of a checkpoint folder, by transformers, as SGLang loads them."""
+    """The ``tokenizer.json`` and chat template of a checkpoint folder, by transformers, as SGLang loads them.
+
+    Checkpoints whose tokenizer is Python code (``trust_remote_code``) are not supported.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # heavy, and needed for text only
+        from transformers import PreTrainedTokenizerFast  # heavy, and needed for text only
 
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message], *, answering: bool = True) -> Tokens:
         try:
@@ -64,8 +68,9 @@ def load_tokenizer(folder: str | Path) -> ChatTokenizer:
         ValueError: no such folder, or no tokenizer with a chat template in it.
     """
     path = Path(folder)
-    if not (path / "tokenizer_config.json").is_file():
-        raise ValueError(f"{path}: no tokenizer_config.json; name the folder of the served checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (path / name).is_file():
+            raise ValueError(f"{path}: no {name}; name the folder of the served checkpoint")
     tokenizer = FolderTokenizer(path)
     tokenizer.prompt([{"role": "user", "content": "hello"}], [])
     return tokenizer

@@ -45,8 +45,11 @@ class Reading:
             TraceError: none was given.
         """
         if self.tokenizer is None:
-            message = "holds text; name the folder of the served model's tokenizer, so that blocks can be made of it"
-            raise TraceError(f"{message} (--tokenizer DIR)", file=path)
+            raise TraceError(
+                "holds text; name the folder of the served model's tokenizer, so that blocks can be made of it "
+                "(agentserve traces ... --tokenizer DIR; other commands read what 'agentserve traces convert' wrote)",
+                file=path,
+            )
         return self.tokenizer
 
     def fault(self, error: TraceError) -> None:

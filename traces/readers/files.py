@@ -150,17 +150,36 @@ class Group(NamedTuple):
     lines: list[Document]
 
 
-def grouped_lines(path: str, key_of: Callable[[Document], str | None]) -> Iterator[Group]:
+Keys = Callable[[Iterator[Document]], list[str | None]]
+
+
+def each_line(key_of: Callable[[Document], str | None]) -> Keys:
+    """Keys of lines that each say for themselves to which session they belong."""
+    return lambda lines: [key_of(line) for line in lines]
+
+
+def grouped_lines(path: str, keys_of: Keys, *, header: bool = False) -> Iterator[Group]:
     """Sessions whose lines are mixed with those of others, each given out when its last line was read.
 
     The file is read twice, first for the keys alone, so that memory holds the keys and the lines of sessions that
-    are still open, not the file. ``key_of`` is called once a line, in order; a line for which it answers None
-    (broken, or without a key) is a group of its own, with an empty key.
+    are still open, not the file.
+
+    Args:
+        path: file of lines.
+        keys_of: the key of every line. A line without one (None) is a group of its own, with an empty key.
+        header: the first line is no record.
     """
-    keys = [key_of(document) for document in line_documents(path)]
+
+    def records() -> Iterator[Document]:
+        lines = line_documents(path)
+        if header:
+            next(lines, None)
+        return lines
+
+    keys = keys_of(records())
     left = Counter(keys)
     open_groups: dict[str, list[Document]] = {}
-    for key, document in zip(keys, line_documents(path), strict=True):
+    for key, document in zip(keys, records(), strict=True):
         if key is None:
             yield Group("", [document])
             continue

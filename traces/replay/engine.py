@@ -16,6 +16,7 @@ from typing import Literal
 from traces.model import Flow, Session, Turn
 from traces.replay.clients.base import Call, Client, Outcome, conversation_name
 from traces.replay.clients.chat import Conversation
+from traces.replay.given import GivenBook, GivenPrompts
 from traces.replay.judge import digest_of, fault_of, output_of
 from traces.replay.ledger import Prefixes, PrefixLedger, Tokens
 from traces.replay.rebuild import sends_and_ends
@@ -49,7 +50,7 @@ class _Active:
     """A session that is being replayed."""
 
     session: Session
-    book: TokenBook
+    book: TokenBook | GivenBook
     main_ended: list[asyncio.Future[float]]  # by position of the main turn
     flow_ended: dict[str, asyncio.Future[float]]
     conversations: dict[str, Conversation]
@@ -91,9 +92,10 @@ class Engine:
         clock: Callable[[], float],
         on_progress: Callable[[Tally], None],
         on_record: OnRecord = ignore_record,
+        given: GivenPrompts | None = None,
     ) -> None:
         """``clock`` gives seconds since the run started, on a monotonic clock; ``on_record`` sees each request's tokens
-        when it has ended."""
+        when it has ended; ``given`` has the prompts where they are not made from block ids."""
         self._client = client
         self._writer = writer
         self._rules = rules
@@ -101,6 +103,7 @@ class Engine:
         self._clock = clock
         self._on_progress = on_progress
         self._on_record = on_record
+        self._given = given
         self._ledger = PrefixLedger()
         self._done: Mapping[TurnKey, RequestRecord] = {}
         self._resumed: dict[str, _Active] = {}
@@ -181,7 +184,11 @@ class Engine:
         rules = self._rules
         # Text protocols tell no token ids: there the answer enters the history as text, not as tokens.
         history = "recorded" if self._client.uses_messages else rules.history
-        book = TokenBook(session, seed=rules.seed, vocab=rules.vocab, prefix_sharing=rules.sharing, history=history)
+        book: TokenBook | GivenBook
+        if self._given is not None:
+            book = GivenBook(session, self._given.tokens)
+        else:
+            book = TokenBook(session, seed=rules.seed, vocab=rules.vocab, prefix_sharing=rules.sharing, history=history)
         conversations = {f.name: Conversation(f.tool_tokens + f.system_tokens) for f in session.flows()}
         return _Active(session, book, [], {}, conversations)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +21,7 @@ from traces.replay.config import ReplayConfig
 from traces.replay.engine import Engine, Rules, Status, ignore_record
 from traces.replay.events import EventError
 from traces.replay.events_zmq import EventRecorder, recorder_for
+from traces.replay.given import PROMPTS, GivenPrompts, write_prompts
 from traces.replay.metrics import METRICS, MetricsLog
 from traces.replay.record import RunEvent, RunHeader, ServerInfo
 from traces.replay.select import Limits, Selection, select
@@ -65,6 +66,7 @@ def replay(
     config: ReplayConfig,
     *,
     resume: bool = False,
+    given: GivenPrompts | None = None,
     api_key: str | None = None,
     on_progress: Callable[[Tally], None] = lambda tally: None,
     handle_signals: bool = True,
@@ -73,6 +75,8 @@ def replay(
 
     Args:
         resume: go on with the run in ``config.out`` (take ``config`` from ``resumed_config``).
+        given: prompts as they are, in place of those made from the block ids of ``config.trace``, which is then only a
+            name. Such a run cannot be resumed.
         api_key: bearer token for the server; not written anywhere.
         on_progress: called after each record and whenever a session starts or ends.
         handle_signals: first SIGINT or SIGTERM stops cleanly, the second exits at once; main thread only.
@@ -81,7 +85,7 @@ def replay(
         ReplayError: no server, unknown trace, nothing to send, or a run that does not match.
     """
     try:
-        return asyncio.run(_replay(config, resume, api_key, on_progress, handle_signals))
+        return asyncio.run(_replay(config, resume, given, api_key, on_progress, handle_signals))
     except (ServerUnreachableError, RunError, TraceError, EventError) as error:
         raise ReplayError(str(error)) from error
 
@@ -119,6 +123,7 @@ def replayed_sessions(run: Run) -> list[Session]:
 async def _replay(
     config: ReplayConfig,
     resume: bool,
+    given: GivenPrompts | None,
     api_key: str | None,
     on_progress: Callable[[Tally], None],
     handle_signals: bool,
@@ -138,7 +143,7 @@ async def _replay(
             )
         # Reading a large trace takes a while; whatever else can fail was tried before.
         limit = context_limit(config, server) if header is None else _same_limit(header, config, server)
-        selection = _select(config, limit)
+        selection = _select(config, limit, given)
         before = None
         recorder, emptied = recorder_for(config.events, server), False
         if header is not None:
@@ -149,11 +154,15 @@ async def _replay(
             if config.client == "sglang" if config.flush_cache is None else config.flush_cache:
                 await client.flush_cache()
                 emptied = recorder is not None and await recorder.sees_flush(client.flush_cache)
-            writer = RunWriter.create(config.out, _header(config, server, selection, vocab, limit))
+            made = _header(config, server, selection, vocab, limit, given is not None)
+            writer = RunWriter.create(config.out, made)
+            if given is not None:
+                write_prompts(config.out, given.tokens)
         try:
             return await _run(
-                config, client, writer, selection, server, vocab, before, on_progress, handle_signals, recorder, emptied
-            )
+                config, client, writer, selection, server, vocab, before, on_progress, handle_signals, recorder,
+                emptied, given,
+            )  # fmt: skip
         finally:
             writer.close()
     finally:
@@ -174,6 +183,7 @@ async def _run(
     handle_signals: bool,
     recorder: EventRecorder | None,
     emptied: bool,
+    given: GivenPrompts | None,
 ) -> RunResult:
     tally = Tally(selection.requests, len(selection.sessions), page_size=server.page_size or 1)
     started = time.monotonic()
@@ -186,7 +196,7 @@ async def _run(
         config.concurrency, config.thinking, config.history, config.sharing, config.seed, vocab, config.in_flight
     )
     on_record = recorder.request if recorder is not None else ignore_record
-    engine = Engine(client, writer, rules, tally, clock, on_progress, on_record)
+    engine = Engine(client, writer, rules, tally, clock, on_progress, on_record, given)
     if before is None:
         writer.event(RunEvent(at_s=0.0, kind="started", requests=selection.requests))
         for drop in selection.dropped:
@@ -259,7 +269,11 @@ def _client(config: ReplayConfig, api_key: str | None) -> Client:
     )
 
 
-def _select(config: ReplayConfig, max_context: int | None) -> Selection:
+def _select(config: ReplayConfig, max_context: int | None, given: GivenPrompts | None = None) -> Selection:
+    if given is None and (config.out / PROMPTS).exists():
+        raise ReplayError(f"the prompts of {config.out} were given by a program, not read from a trace: start it anew")
+    if given is not None and (config.client != "sglang" or config.history != "recorded" or config.tokens_per_block):
+        raise ReplayError("given prompts are sent as they are: leave out client, history and tokens_per_block")
     limits = Limits(
         sessions=config.sessions,
         requests=config.limit_requests,
@@ -273,7 +287,11 @@ def _select(config: ReplayConfig, max_context: int | None) -> Selection:
     )
     stats = ReadStats()
     try:
-        sessions = open_trace(config.trace, format=config.trace_format, skip_bad=config.skip_bad, stats=stats)
+        sessions: Iterable[Session]
+        if given is not None:
+            sessions = given.sessions
+        else:
+            sessions = open_trace(config.trace, format=config.trace_format, skip_bad=config.skip_bad, stats=stats)
         selection = select(sessions, limits)
     except (OSError, ValueError) as error:
         raise ReplayError(str(error)) from error
@@ -304,6 +322,7 @@ def _header(
     selection: Selection,
     vocab: tuple[int, int],
     max_context: int | None,
+    is_given: bool,
 ) -> RunHeader:
     trace_path = Path(config.trace)
     settings = config.model_dump(mode="json", exclude_defaults=True)
@@ -321,7 +340,7 @@ def _header(
         started_unix=time.time(),
         trace=config.trace,
         trace_sha256=selection.sha256,
-        trace_format=resolve_format(config.trace, config.trace_format).name,
+        trace_format="given" if is_given else resolve_format(config.trace, config.trace_format).name,
         sessions=len(selection.sessions),
         requests=selection.requests,
         filter={name: getattr(config, name) for name in chosen} | {"max_context": max_context},
