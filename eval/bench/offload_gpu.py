@@ -278,7 +278,8 @@ def good(result: dict[str, Any]) -> bool:
             == [json.dumps({"device": 0, "storage": int(length) // CHUNK * CHUNK})]
             for length, cell in cells.items()
         )
-        and all(cell["tokens"]["storage"] > 0 for cell in restart)
+        and len(restart) == len(cells)
+        and all(cell["tokens"]["storage"] > 0 and cell["largest_logprob_difference"] < 0.05 for cell in restart)
     )
 
 
@@ -309,7 +310,7 @@ def main() -> None:
             report = {
                 "command": "bash eval/bench/gpu_run.sh eval.bench.offload_gpu " + shlex.join(sys.argv[1:]),
                 "machine": "cpu" if arguments.cpu else "gpu",
-                "good": good(session.result),
+                "good": good(session.result) and not failures,
                 "failures": [failure[:1500] for failure in failures],
                 **session.result,
             }
