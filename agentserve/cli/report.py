@@ -70,6 +70,7 @@ def command(
             notes=loaded.notes,
             kv_events=loaded.kv_events,
             audit=audit_of_run(loaded.header.server.args, loaded.metrics),
+            texts=loaded.texts,
         )
     except ReportError as error:
         raise click.ClickException(str(error)) from None

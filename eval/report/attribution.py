@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from eval.attribution.changes import changes, largest
+from eval.attribution.changes import Change, changes, largest
 from eval.attribution.live import attribute_with_events, attribute_without_events
 from eval.report.schema_causes import (
     AttributionReport,
     CauseRow,
+    ChangeCause,
     ContextChange,
     ContextChanges,
     DepthCauses,
     EventEvidence,
     EvictionRow,
     EvictorRow,
+    LargestCause,
     RealizedByTier,
     SessionCauses,
 )
@@ -24,6 +26,7 @@ from radix_cache.attribution import Attribution, CacheKind, Cause, EvictedBy, Vi
 from radix_cache.attribution.causes import BY_TITLES, DEFINITIONS, STATE_TITLES, TITLES
 from traces.replay.events import KvEvents, pair_keys
 from traces.replay.record import RequestRecord, RunHeader
+from traces.replay.store import TurnKey
 
 DEPTHS = (0, 1_024, 4_096, 16_384, 65_536, 262_144)  # first tokens of the ranges of depth
 CHANGES_LISTED = 50
@@ -36,6 +39,7 @@ def attribution(
     compared: Sequence[RequestRecord],
     page_size: int,
     events: KvEvents | None,
+    texts: Mapping[TurnKey, str] | None = None,
 ) -> AttributionReport:
     """Explains the gap of a run.
 
@@ -45,6 +49,7 @@ def attribution(
         compared: requests with a cached-token count, at least one.
         page_size: tokens per page that the report's theory is about.
         events: the run's cache events, if any were recorded; used only where they are about pages of that size.
+        texts: prompts as text where they are known, to name why clients' prompts changed.
     """
     usable = events if events is not None and events.batches and events.header.page_size == page_size else None
     pairs = usable.header.pair_keys if usable is not None else pair_keys(header.server)
@@ -54,7 +59,7 @@ def attribution(
     else:
         found = attribute_with_events(records, compared, usable, cache)
     evidence = _evidence(events, usable)
-    return summed(compared, found, records, evidence)
+    return summed(compared, found, records, evidence, texts)
 
 
 def summed(
@@ -62,11 +67,14 @@ def summed(
     found: Sequence[Attribution],
     records: Sequence[RequestRecord],
     evidence: EventEvidence,
+    texts: Mapping[TurnKey, str] | None = None,
 ) -> AttributionReport:
     """The report's part from each request's causes; ``found`` belongs to ``compared`` one by one."""
     prompt = sum(r.prompt_tokens for r in compared)
     gap = sum(one.gap for one in found)
     left = sum(abs(loss.tokens) for one in found for loss in one.losses if loss.cause is Cause.UNEXPLAINED)
+    causes = _causes(found, prompt)
+    changed = _changes([r for r in records if r.error is None], texts)
     return AttributionReport(
         evidence=evidence,
         prompt_tokens=prompt,
@@ -76,12 +84,13 @@ def summed(
         gap_tokens=gap,
         unexplained_tokens=left,
         unexplained_fraction=left / gap if gap > 0 else (0.0 if not left else 1.0),
-        causes=_causes(found, prompt),
+        causes=causes,
         evictions=_evictions(found),
         evictors=_evictors(compared, found, records),
         by_session=_by_session(compared, found),
         by_depth=_by_depth(found),
-        context_changes=_changes([r for r in records if r.error is None]),
+        context_changes=changed,
+        largest=_largest(causes, changed),
     )
 
 
@@ -219,12 +228,41 @@ def _by_depth(found: Sequence[Attribution]) -> list[DepthCauses]:
     ]
 
 
-def _changes(completed: Sequence[RequestRecord]) -> ContextChanges:
-    found = changes(completed)
+def _largest(causes: Sequence[CauseRow], changed: ContextChanges) -> LargestCause | None:
+    gap = [LargestCause(kind="gap", cause=row.cause, title=row.title, tokens=row.tokens) for row in causes]
+    edits = [
+        LargestCause(kind="context_change", cause=row.cause, title=row.title, tokens=row.lost_tokens)
+        for row in changed.by_cause
+    ]
+    found = max([*gap, *edits], key=lambda row: row.tokens)
+    return found if found.tokens > 0 else None
+
+
+def _by_cause(found: Sequence[Change]) -> list[ChangeCause]:
+    groups: dict[str, list[Change]] = {}
+    for change in found:
+        groups.setdefault("unknown" if change.why is None else change.why.cause, []).append(change)
+    rows = [
+        ChangeCause(
+            cause=cause,
+            title="a changed prompt, whose text is not known" if (why := group[0].why) is None else why.title,
+            remedy="" if why is None else why.remedy,
+            changes=len(group),
+            lost_tokens=sum(change.lost for change in group),
+        )
+        for cause, group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.lost_tokens, row.cause))
+
+
+def _changes(completed: Sequence[RequestRecord], texts: Mapping[TurnKey, str] | None) -> ContextChanges:
+    found = changes(completed, texts)
     return ContextChanges(
         edits=sum(c.kind == "edit" for c in found),
         compactions=sum(c.kind == "compaction" for c in found),
         dropped_tokens=sum(c.dropped for c in found),
+        lost_tokens=sum(c.lost for c in found),
+        by_cause=_by_cause(found),
         largest=[
             ContextChange(
                 session=c.record.session,
@@ -233,6 +271,9 @@ def _changes(completed: Sequence[RequestRecord]) -> ContextChanges:
                 kind=c.kind,
                 at_token=c.at,
                 dropped_tokens=c.dropped,
+                lost_tokens=c.lost,
+                cause=None if c.why is None else c.why.cause,
+                cause_title="" if c.why is None else c.why.title,
             )
             for c in largest(found, CHANGES_LISTED)
         ],

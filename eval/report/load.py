@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from eval.attribution.texts import texts_of
 from eval.report.schema import ReportError
 from traces.replay.events import KV_EVENTS, EventError, KvEvents, read_events
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
-from traces.replay.store import RETRIED, RunError, read_run
+from traces.replay.store import RETRIED, RunError, TurnKey, read_run
 
 
 class Run(NamedTuple):
@@ -18,6 +20,7 @@ class Run(NamedTuple):
     kv_events: KvEvents | None
     metrics: tuple[str, str] | None  # the server's counters at start and end, in the Prometheus text format
     notes: list[str]  # what a reader of the report must know about the files
+    texts: Mapping[TurnKey, str] = {}  # prompts as text, where they are known
 
 
 def load_run(path: Path) -> Run:
@@ -30,6 +33,7 @@ def load_run(path: Path) -> Run:
         run = read_run(path)
         records = list(run.records())
         kv_events = read_events(path)
+        texts = texts_of(path, run.header)
     except (RunError, EventError) as error:
         raise ReportError(str(error)) from error
     notes = []
@@ -44,4 +48,4 @@ def load_run(path: Path) -> Run:
         )
     if kv_events is not None and kv_events.cut_lines:
         notes.append(f"The last line of {KV_EVENTS} was cut off while being written, and is left out.")
-    return Run(run.header, records, run.events, kv_events, run.metrics(), notes)
+    return Run(run.header, records, run.events, kv_events, run.metrics(), notes, texts)

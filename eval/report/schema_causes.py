@@ -72,6 +72,19 @@ class ContextChange(_Model):
     kind: Literal["edit", "compaction"]
     at_token: int  # tokens that still match
     dropped_tokens: int  # of the previous prompt, at least
+    lost_tokens: int = 0  # of this prompt: would have hit, had the client left the previous one as it was
+    cause: str | None = None  # eval.diagnose; None: the texts are not known
+    cause_title: str = ""
+
+
+class ChangeCause(_Model):
+    """Changes with one probable cause."""
+
+    cause: str  # eval.diagnose.RULES, or "unknown" where the texts are not known
+    title: str
+    remedy: str
+    changes: int
+    lost_tokens: int
 
 
 class ContextChanges(_Model):
@@ -80,6 +93,8 @@ class ContextChanges(_Model):
     edits: int
     compactions: int
     dropped_tokens: int
+    lost_tokens: int = 0  # of the prompts: would have hit, had clients left their histories as they were
+    by_cause: list[ChangeCause] = []  # most lost tokens first
     largest: list[ContextChange]
 
 
@@ -89,6 +104,15 @@ class RealizedByTier(_Model):
     device: int
     host: int
     storage: int  # LMCache: SGLang counts all of it as storage
+
+
+class LargestCause(_Model):
+    """What cost most: a cause of the gap, or what clients changed in their own prompts."""
+
+    kind: Literal["gap", "context_change"]
+    cause: str
+    title: str
+    tokens: int
 
 
 class AttributionReport(_Model):
@@ -108,3 +132,4 @@ class AttributionReport(_Model):
     by_session: list[SessionCauses]
     by_depth: list[DepthCauses]
     context_changes: ContextChanges
+    largest: LargestCause | None = None  # None: nothing was lost

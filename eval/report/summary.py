@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from eval.report import definitions as d
@@ -36,6 +36,7 @@ from eval.report.schema import (
 from radix_cache.rates import HitRate
 from traces.replay.events import KvEvents
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
+from traces.replay.store import TurnKey
 
 WORST = 10  # requests listed
 
@@ -61,6 +62,7 @@ def summarize(
     notes: Sequence[str] = (),
     kv_events: KvEvents | None = None,
     audit: Sequence[AuditLine] = (),
+    texts: Mapping[TurnKey, str] | None = None,
 ) -> Report:
     """Forms every number of the report.
 
@@ -72,6 +74,7 @@ def summarize(
         slo: objectives for goodput; None reports no goodput.
         notes: oddities of reading the run, carried into the report.
         kv_events: what the server's cache stored and dropped meanwhile, where that was recorded.
+        texts: prompts as text, where they are known: then the report says why clients' prompts changed.
         audit: the fast paths of the server during the run, where its counters were recorded.
 
     Raises:
@@ -103,7 +106,9 @@ def summarize(
         mean_rates=_mean_rates(population, page.tokens),
         chain=_chain(population, page.tokens),
         attribution=(
-            attribution(header, records, population.compared, page.tokens, kv_events) if population.compared else None
+            attribution(header, records, population.compared, page.tokens, kv_events, texts)
+            if population.compared
+            else None
         ),
         tiers=_tiers(population.compared),
         latency=latencies(completed),

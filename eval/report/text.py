@@ -86,9 +86,12 @@ def share(found: AttributionReport) -> str:
 
 def changed(found: ContextChanges) -> str:
     """What clients changed in their own prompts."""
+    known = [row for row in found.by_cause if row.cause != "unknown"]
+    why = "; ".join(f"{row.title} ({count(row.lost_tokens)} tokens: {row.remedy})" for row in known[:3])
     return (
         f"Apart from the gap: clients edited {count(found.edits)} prompts and compacted {count(found.compactions)}, "
         f"which dropped {count(found.dropped_tokens)} or more tokens of the prompts before and lowers the ideal itself."
+        + (f" Probable causes: {why}." if why else "")
     )
 
 
