@@ -45,6 +45,9 @@ NODE = np.dtype(
     align=True,
 )
 
+# Of a node what never changes.
+TRIE = np.dtype([("parent", "i4"), ("start", "i4"), ("length", "i4"), ("level", "i4")])
+
 # A node's place in the pairing heap of its bucket.
 PLACE = np.dtype(
     [

@@ -6,20 +6,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from radix_cache.admission import admission_policy
-from radix_cache.admission.base import always
+from radix_cache.admission.base import AdmissionPolicy, always
 from radix_cache.eviction import EvictionPolicy, eviction_policy
+from radix_cache.simulator.evictions import empty_log
 from radix_cache.simulator.jit import compiled_admission
 from radix_cache.simulator.layout import REJECTED, Records
 from radix_cache.simulator.loop import admit
 from radix_cache.simulator.loop import run as run_events
+from radix_cache.simulator.sequential import is_sequence, knows_one_order, play
 from radix_cache.simulator.state import Cache, Loop
-from radix_cache.simulator.uses import UNKNOWN, Future, known_future
+from radix_cache.simulator.uses import UNKNOWN, Future, fits, known_future
 from radix_cache.simulator.workload import Workload
 
 UNBOUNDED = 1 << 40  # tokens: more than any trace has
@@ -60,7 +63,7 @@ class Setting:
     restore_speed: float = 200_000.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """What came of a run. Rates are over prompt tokens; see ``radix_cache.rates``."""
 
@@ -141,6 +144,8 @@ def _simulate(
     policy = eviction_policy(setting.policy)
     host_policy = eviction_policy(setting.host_policy)
     future = _future(workload, setting, policy.offline or host_policy.offline, reference)
+    if not log_room and _is_sequential(workload, setting, future):
+        return _simulate_sequence(workload, setting, future, progress), 0
     cache = new_cache(workload, setting.capacity, policy, setting, future)
     cache.keep_log(log_room)
     host = cache
@@ -156,8 +161,54 @@ def _simulate(
     if progress:
         progress(len(workload.requests))
     if cache.record["broken"] or host.record["broken"] or (cache.fates["done_stamp"] == 0).any():
-        raise RuntimeError(f"the simulator broke an invariant with {setting}; please report it with the trace")
-    return _outcome(workload, setting, cache, loop), int(cache.record["logged"])
+        raise _broken(setting)
+    return _outcome(workload, setting, _played(cache, loop, workload.page_size)), int(cache.record["logged"])
+
+
+def _is_sequential(workload: Workload, setting: Setting, future: Future) -> bool:
+    """Whether requests come one at a time, under a policy that ``sequential`` knows."""
+    return (
+        setting.sessions == 1
+        and setting.policy in ("lru", "belady")
+        and setting.truncate
+        and setting.host_capacity == 0
+        and _admits_all(admission_policy(setting.admission))
+        and is_sequence(workload)
+        and knows_one_order(future, session_order(workload, setting.order_seed))
+    )
+
+
+def _simulate_sequence(
+    workload: Workload, setting: Setting, future: Future, progress: Callable[[int], None] | None
+) -> Outcome:
+    played = play(
+        workload,
+        future,
+        session_order(workload, setting.order_seed),
+        capacity=setting.capacity,
+        insert_output=setting.insert_output,
+        service=setting.service,
+        think_cap=setting.think_cap,
+        prefill=setting.prefill_speed,
+        decode=setting.decode_speed,
+    )
+    if progress:
+        progress(len(workload.requests))
+    if played.broken or (played.fates["done_stamp"] == 0).any():
+        raise _broken(setting)
+    nobody_waits = np.zeros(1)
+    # Whoever used what is evicted has ended: each session is one request, and none runs.
+    evicted = {"live": 0, "parked": 0, "ended": played.evicted * workload.page_size, "superseded": 0}
+    mean_context = float(played.area / played.busy) if played.busy else 0.0
+    return _outcome(
+        workload,
+        setting,
+        _Played(played.fates, nobody_waits, nobody_waits, evicted, played.evictions, 0, 0, mean_context, empty_log(0)),
+    )
+
+
+def _broken(setting: Setting) -> RuntimeError:
+    return RuntimeError(f"the simulator broke an invariant with {setting}; please report it with the trace")
 
 
 def _check(setting: Setting, page: int) -> None:
@@ -180,18 +231,28 @@ def session_order(workload: Workload, seed: int | None) -> npt.NDArray[np.int32]
     return order.astype(np.int32)
 
 
+# What outcomes say of the future, for as long as they live: the points of a grid mostly ask for the same.
+_futures: WeakKeyDictionary[Outcome, tuple[Workload, tuple[float, ...], Future]] = WeakKeyDictionary()
+
+
 def _future(workload: Workload, setting: Setting, needed: bool, reference: Outcome | None) -> Future:
     if not needed:
         return UNKNOWN
     if reference is None:
         reference = simulate(workload, unbounded(setting))
-    return known_future(
-        workload,
-        reference.fates,
-        capacity=setting.capacity,
-        think_cap=setting.think_cap,
-        decode_speed=setting.decode_speed,
-    )
+    fitting = int(fits(workload, setting.capacity).sum())  # the larger ones are rejected: the number says which
+    question = (fitting, setting.think_cap, setting.decode_speed)
+    asked, before, future = _futures.get(reference, (None, None, UNKNOWN))
+    if asked is not workload or before != question:
+        future = known_future(
+            workload,
+            reference.fates,
+            capacity=setting.capacity,
+            think_cap=setting.think_cap,
+            decode_speed=setting.decode_speed,
+        )
+        _futures[reference] = (workload, question, future)
+    return future
 
 
 def unbounded(setting: Setting) -> Setting:
@@ -199,11 +260,20 @@ def unbounded(setting: Setting) -> Setting:
     return replace(setting, policy="lru", capacity=UNBOUNDED, host_capacity=0, admission="none")
 
 
-def new_cache(workload: Workload, capacity: int, policy: EvictionPolicy, setting: Setting, future: Future) -> Cache:
-    """An empty cache of ``capacity`` tokens for the workload."""
+def new_cache(
+    workload: Workload,
+    capacity: int,
+    policy: EvictionPolicy,
+    setting: Setting,
+    future: Future,
+    *,
+    refills: int | None = None,
+) -> Cache:
+    """An empty cache of ``capacity`` tokens for the workload; ``refills``: how often a node may be refilled."""
     used = len(workload.nodes)
     # Refilling a truncated node splits it: at most once when a request starts and once when it ends.
-    room = used + (2 * len(workload.requests) if setting.truncate else 0) + 1
+    usual = 2 * len(workload.requests) if setting.truncate else 0
+    room = used + (usual if refills is None else refills) + 1
     nodes = np.zeros(room, dtype=workload.nodes.dtype)
     nodes[:used] = workload.nodes
     cache = Cache(workload, nodes, policy, future)
@@ -221,7 +291,7 @@ def _loop(workload: Workload, setting: Setting) -> Loop:
     loop.call("admit", start)
     loop.call("go_on", go_on)
     values = {
-        "admits_all": policy.start is always and policy.go_on is always,
+        "admits_all": _admits_all(policy),
         "service": setting.service,
         "write_through": setting.write_through and setting.host_capacity > 0,
         "think_cap": setting.think_cap,
@@ -234,14 +304,41 @@ def _loop(workload: Workload, setting: Setting) -> Loop:
     return loop
 
 
-def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> Outcome:
-    fates: Any = cache.fates
-    s = cache.record
-    page = workload.page_size
-    waits = fates["start"] - fates["ready"]
-    starts = loop.sessions["started"] - loop.sessions["wanted"]
-    seconds = float(fates["done"].max())
-    evicted = {name: int(s[f"evicted_{name}"]) * page for name in ("live", "parked", "ended", "superseded")}
+def _admits_all(policy: AdmissionPolicy) -> bool:
+    return policy.start is always and policy.go_on is always
+
+
+class _Played(NamedTuple):
+    """What an outcome is made of, whichever way a workload was played."""
+
+    fates: Records
+    waits: npt.NDArray[np.float64]  # seconds from ready to start, by request
+    start_waits: npt.NDArray[np.float64]  # seconds that a free client waited for admission, by session
+    evicted: dict[str, int]
+    evictions: int
+    rebuilds: int
+    parkings: int
+    mean_context: float
+    log: Records
+
+
+def _played(cache: Cache, loop: Loop, page: int) -> _Played:
+    s, p = cache.record, loop.record
+    return _Played(
+        cache.fates,
+        cache.fates["start"] - cache.fates["ready"],
+        loop.sessions["started"] - loop.sessions["wanted"],
+        {name: int(s[f"evicted_{name}"]) * page for name in ("live", "parked", "ended", "superseded")},
+        int(s["evictions"]),
+        int(s["rebuilds"]),
+        int(p["parkings"]),
+        float(p["area"] / p["busy"]) if p["busy"] else 0.0,
+        cache.log[: int(s["logged"])],
+    )
+
+
+def _outcome(workload: Workload, setting: Setting, played: _Played) -> Outcome:
+    fates: Any = played.fates
     return Outcome(
         setting=setting,
         hit_tokens=int(fates["hit"].sum(dtype=np.int64)),
@@ -249,21 +346,25 @@ def _outcome(workload: Workload, setting: Setting, cache: Cache, loop: Loop) -> 
         prompt_tokens=workload.prompt_tokens,
         requests=len(fates),
         rejected=int((fates["status"] == REJECTED).sum()),
-        seconds=seconds,
-        mean_context=_mean_context(loop),
-        wait_mean=float(waits.mean()),
-        wait_p95=float(np.percentile(waits, 95)),
-        start_wait_mean=float(starts.mean()),
-        start_wait_p95=float(np.percentile(starts, 95)),
-        parkings=int(loop.record["parkings"]),
-        evicted=evicted,
-        evictions=int(s["evictions"]),
-        rank_rebuilds=int(s["rebuilds"]),
+        seconds=float(fates["done"].max()),
+        mean_context=played.mean_context,
+        wait_mean=float(played.waits.mean()),
+        wait_p95=_p95(played.waits),
+        start_wait_mean=float(played.start_waits.mean()),
+        start_wait_p95=_p95(played.start_waits),
+        parkings=played.parkings,
+        evicted=played.evicted,
+        evictions=played.evictions,
+        rank_rebuilds=played.rebuilds,
         fates=fates,
-        log=cache.log[: int(s["logged"])],
+        log=played.log,
     )
 
 
-def _mean_context(loop: Loop) -> float:
-    s = loop.record
-    return float(s["area"] / s["busy"]) if s["busy"] else 0.0
+def _p95(values: npt.NDArray[np.float64]) -> float:
+    """``np.percentile(values, 95)``, which takes longer than a short run."""
+    at = 0.95 * (len(values) - 1)
+    below = int(at)
+    above = min(below + 1, len(values) - 1)
+    low, high = np.partition(values, (below, above))[[below, above]]
+    return float(low + (high - low) * (at - below))

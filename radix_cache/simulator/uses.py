@@ -17,12 +17,12 @@ def _sweep(nodes: Any, requests: Any, order: Any, offsets: Any, uses: Any, comin
     """Backwards through the known order: note who comes next to each node of a request's path."""
     for i in range(len(order) - 1, -1, -1):
         request = order[i]
-        for which in range(2):
-            node = requests[request].end if which == 0 else requests[request].kv
-            while node != ROOT:
-                uses[offsets[request] + nodes[node].level] = coming[node]
-                node = nodes[node].parent
-        node = requests[request].cap
+        r = requests[request]
+        node = r.kv  # at or below where the prompt ends
+        while node != ROOT:
+            uses[offsets[request] + nodes[node].level] = coming[node]
+            node = nodes[node].parent
+        node = r.cap
         while node != ROOT:
             coming[node] = request
             node = nodes[node].parent
@@ -52,16 +52,22 @@ class Future(NamedTuple):
 UNKNOWN = Future(np.empty(0, np.int32), np.empty(0, PLAN))
 
 
+def fits(workload: Workload, capacity: int) -> npt.NDArray[np.bool_]:
+    """Which requests a cache of ``capacity`` tokens has room for, by request."""
+    requests, page = workload.requests, workload.page_size
+    pages = (requests["prompt"] + requests["output"] + (page - 1)) // page
+    return np.asarray(pages <= capacity // page)
+
+
 def known_future(workload: Workload, fates: Records, *, capacity: int, think_cap: float, decode_speed: float) -> Future:
     """The future as an earlier run saw it: ``fates`` with the start of each request and their order.
 
     Requests larger than ``capacity`` (tokens) will be rejected: no page is kept for them.
     """
-    requests, nodes = workload.requests, workload.nodes
+    requests, nodes = workload.requests, workload.trie
     order = np.argsort(fates["start_stamp"], kind="stable").astype(np.int32)
-    pages = -(-(requests["prompt"][order] + requests["output"][order]) // workload.page_size)
-    order = order[pages <= capacity // workload.page_size]
-    depth = np.maximum(nodes["level"][requests["end"]], nodes["level"][requests["kv"]]).astype(np.int64) + 1
+    order = order[fits(workload, capacity)[order]]
+    depth = nodes["level"][requests["kv"]].astype(np.int64) + 1
     offsets = np.concatenate(([0], np.cumsum(depth)[:-1]))
     uses = np.full(int(depth.sum()), NONE, dtype=np.int32)
     _sweep(nodes, requests, order, offsets, uses, np.full(len(nodes), NONE, dtype=np.int32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from radix_cache.features import Stop
 from radix_cache.simulator.jit import jit
-from radix_cache.simulator.layout import FLOW, NODE, NONE, REQUEST, ROOT, SESSION, Records
+from radix_cache.simulator.layout import FLOW, NODE, NONE, REQUEST, ROOT, SESSION, TRIE, Records
 
 Pages = npt.NDArray[np.int64]
 
@@ -63,6 +64,14 @@ class Workload:
     @property
     def prompt_tokens(self) -> int:
         return int(self.requests["prompt"].sum(dtype=np.int64))
+
+    @cached_property
+    def trie(self) -> Records:
+        """The nodes without their state, TRIE records: what walks over many nodes reads less of."""
+        trie = np.empty(len(self.nodes), dtype=TRIE)
+        for name in TRIE.names or ():
+            trie[name] = self.nodes[name]
+        return trie
 
 
 @jit
