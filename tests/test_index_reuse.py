@@ -372,8 +372,13 @@ def test_every_hook_resolves_and_says_why() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "hooks"),
-    [({}, 0), (IndexReuse(freq=4).environment(), 6), (IndexReuse(freq=4, keep_producers=True).environment(), 1)],
-    ids=["off", "on", "selection only"],
+    [
+        ({}, 0),
+        (IndexReuse(freq=4).environment(), 7),
+        (IndexReuse(freq=4, separate_store=True).environment(), 6),
+        (IndexReuse(freq=4, keep_producers=True).environment(), 1),
+    ],
+    ids=["off", "on", "separate store", "selection only"],
 )
 def test_nothing_is_registered_unless_asked_for(
     environment: dict[str, str], hooks: int, monkeypatch: pytest.MonkeyPatch

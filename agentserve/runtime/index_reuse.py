@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 REUSE_VARIABLE = "AGENTSERVE_INDEX_REUSE"  # how launch tells SGLang's processes
 PRODUCERS_VARIABLE = "AGENTSERVE_INDEX_PRODUCERS"  # "keep": share the selection only; for measurements
+STORE_VARIABLE = "AGENTSERVE_INDEX_STORE"  # "separate": SGLang's norm and store kernels; for measurements
 ROCM_VARIABLE = "SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ"  # SGLang's own switch, which only ROCm listens to
 
 
@@ -54,11 +55,14 @@ class IndexReuse:
         layers: ids of the sources, ascending; None where a frequency is given.
         keep_producers: reusers go on computing and storing index keys that nobody reads. It exists to measure what
             sharing the selection alone is worth.
+        separate_store: reusers use SGLang's two kernels for norm and store instead of one (CUDA only). It exists to
+            measure what the one kernel is worth.
     """
 
     freq: int | None = None
     layers: tuple[int, ...] | None = None
     keep_producers: bool = False
+    separate_store: bool = False
 
     def __str__(self) -> str:
         """The setting as ``parse`` reads it."""
@@ -99,7 +103,11 @@ class IndexReuse:
 
     def environment(self) -> dict[str, str]:
         """The variables that carry the setting to SGLang's processes."""
-        return {REUSE_VARIABLE: str(self), PRODUCERS_VARIABLE: "keep" if self.keep_producers else "skip"}
+        return {
+            REUSE_VARIABLE: str(self),
+            PRODUCERS_VARIABLE: "keep" if self.keep_producers else "skip",
+            STORE_VARIABLE: "separate" if self.separate_store else "fused",
+        }
 
 
 def parse_index_reuse(text: str) -> IndexReuse:
@@ -128,10 +136,17 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> IndexReuse | N
     if not text:
         return None
     reuse = parse_index_reuse(text)
-    producers = environment.get(PRODUCERS_VARIABLE) or "skip"
-    if producers not in ("skip", "keep"):
-        raise IndexReuseError(f"{PRODUCERS_VARIABLE}={producers}: write skip or keep")
-    return IndexReuse(reuse.freq, reuse.layers, keep_producers=producers == "keep")
+    keep = _either(environment, PRODUCERS_VARIABLE, "skip", "keep")
+    separate = _either(environment, STORE_VARIABLE, "fused", "separate")
+    return IndexReuse(reuse.freq, reuse.layers, keep_producers=keep, separate_store=separate)
+
+
+def _either(environment: Mapping[str, str], variable: str, usual: str, other: str) -> bool:
+    """Whether a variable says ``other``. Raises IndexReuseError where it says neither."""
+    value = environment.get(variable) or usual
+    if value not in (usual, other):
+        raise IndexReuseError(f"{variable}={value}: write {usual} or {other}")
+    return value == other
 
 
 def required_settings() -> IndexReuse:

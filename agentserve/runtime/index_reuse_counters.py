@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 MODES = ("decode", "extend", "verify")  # extend: prefill, chunked prefill, prefill behind a cached prefix
-EVENTS = ("computed", "reused", "skipped")  # selection computed, selection taken over, producer not run
+# Selection computed, selection taken over, producer not run, K and V stored by the kernel that norms them.
+EVENTS = ("computed", "reused", "skipped", "stored")
 
 PUBLISH_EVERY_S = 1.0
 
@@ -109,5 +110,6 @@ def _metrics() -> dict[str, Any]:
         "computed": ("agentserve_index_selections_computed", "Block selections computed, one a layer and pass."),
         "reused": ("agentserve_index_selections_reused", "Block selections taken over from an earlier layer."),
         "skipped": ("agentserve_index_producers_skipped", "Index projections, norms, RoPE and stores not run."),
+        "stored": ("agentserve_index_fused_stores", "K and V stored by the kernel that also norms and rotates."),
     }
     return {event: Counter(name, text, ["mode", "layer"]) for event, (name, text) in texts.items()}

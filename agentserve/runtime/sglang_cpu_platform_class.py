@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 
@@ -39,6 +40,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from agentserve.runtime.sglang_eagle3_pool import PlainKVPool
 
         return PlainKVPool
+
+    # Without these two POST /start_profile ends the server.
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
 
     def init_backend(self) -> None:
         # SGLang logs a hook that could not be applied and goes on; without these the model is silently wrong.

@@ -23,6 +23,7 @@ from agentserve.runtime.sglang_kv_pool import model_pattern
 
 _INDEX_WEIGHT = re.compile(r"\blayers\.(\d+)\.self_attn\.index_")
 _COMPUTED, _REUSED, _REUSED_AND_SKIPPED = ("computed",), ("reused",), ("reused", "skipped")
+_AND_STORED = (*_REUSED_AND_SKIPPED, "stored")
 
 
 def attention_without_indexer(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -84,8 +85,12 @@ class SharingSparseAttnBackend(MiniMaxSparseAttnBackend):
 
         publish = get_observability().enable_metrics and get_parallel().attn_tp_rank == 0
         self.path_counts = PathCounts(list(self._source_of), self.kv_pool.device, publish=publish)
-        takes_over = _REUSED_AND_SKIPPED if self._skip_producers else _REUSED
-        self.path_counts.expect([_COMPUTED if own else takes_over for own in self._topk_is_source.values()])
+        for takes_over in (_REUSED_AND_SKIPPED, _AND_STORED) if self._skip_producers else (_REUSED,):
+            self.path_counts.expect([_COMPUTED if own else takes_over for own in self._topk_is_source.values()])
+
+    def skips_producer(self, layer: int) -> bool:
+        """Whether a layer makes nothing but q, k and v, though it attends sparsely."""
+        return self._skip_producers and self._source_of.get(layer, layer) != layer
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -131,7 +136,8 @@ class SharingSparseAttnBackend(MiniMaxSparseAttnBackend):
             q, k, v, layer, forward_batch, save_kv_cache, idx_q=no_index_queries, idx_k=None, idx_v=None
         )
         if not idle:
-            self._count(layer.layer_id, _REUSED_AND_SKIPPED, forward_batch)
+            stored = self._is_sparse_kv_cached_by_fusion(forward_batch, layer.layer_id)
+            self._count(layer.layer_id, _AND_STORED if stored else _REUSED_AND_SKIPPED, forward_batch)
         return out
 
     def _has_selection(self, source: int, forward_batch: Any, rows: int) -> bool:

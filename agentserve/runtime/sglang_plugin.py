@@ -85,7 +85,7 @@ def policy_hooks() -> tuple[Hook, ...]:
 
 def index_reuse_hooks(reuse: index_reuse.IndexReuse) -> tuple[Hook, ...]:
     """Hooks of index reuse; none is registered unless it was asked for."""
-    from agentserve.runtime import sglang_index_reuse, sglang_kv_pool
+    from agentserve.runtime import sglang_fused_store, sglang_index_reuse, sglang_kv_pool
 
     share = Hook(
         "sglang.srt.layers.attention.minimax_sparse_backend.MiniMaxSparseAttnBackend",
@@ -96,8 +96,15 @@ def index_reuse_hooks(reuse: index_reuse.IndexReuse) -> tuple[Hook, ...]:
     if reuse.keep_producers:
         return (share,)
     models = "sglang.srt.models"
+    fused = Hook(
+        f"{models}.minimax_m3.MiniMaxM3Attention.forward_prepare",
+        "around",
+        sglang_fused_store.prepare_and_store,
+        "norms, rotates and stores K and V in two kernels on CUDA, where a layer without index keys needs one",
+    )
     return (
         share,
+        *(() if reuse.separate_store else (fused,)),
         Hook(
             f"{models}.minimax_m3.MiniMaxM3Attention.__init__",
             "before",

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ REAL = TinyM3Shape(
     num_experts=128, experts_per_token=4, expert_size=3072, dense_size=12288, num_index_heads=4, index_dim=128,
     topk_blocks=16, vocab_size=200_064, max_position=524_288, dtype="bfloat16",
 )  # fmt: skip
+# The same attention in 24 sparse layers instead of five, with 16 experts a layer instead of 128 so that it fits: what a
+# layer saves is resolved 4.5 times better, and at batch 1 a step reads four experts of a layer either way.
+DEEP = replace(REAL, num_layers=25, num_experts=16)
 TINY = TinyM3Shape(dtype="float32")
 _COUNTER = re.compile(r'^agentserve_index_(\w+)_total\{layer="(\d+)",mode="(\w+)"\} (\S+)', re.MULTILINE)
 
@@ -41,16 +44,18 @@ class Mode:
         name: ``off``, ``shared`` (the selection only) or ``skipped`` (and no producers).
         fused: q, k, v and index projections are one product, as after loading a checkpoint. Unfused, the products
             of ``shared`` and ``skipped`` are the same ones, so that their tokens must be equal bit for bit.
+        separate_store: reusing layers norm and store in SGLang's two kernels instead of ours.
     """
 
     name: str
     fused: bool = True
+    separate_store: bool = False
 
     def __str__(self) -> str:
-        return self.name if self.fused else f"{self.name}, unfused"
+        return self.name + ("" if self.fused else ", unfused") + (", separate store" if self.separate_store else "")
 
     def environment(self, freq: int) -> dict[str, str]:
-        reuse = IndexReuse(freq=freq, keep_producers=self.name == "shared")
+        reuse = IndexReuse(freq=freq, keep_producers=self.name == "shared", separate_store=self.separate_store)
         return {FUSE_VARIABLE: "1" if self.fused else "0", **({} if self.name == "off" else reuse.environment())}
 
 
@@ -62,12 +67,16 @@ class BenchServer:
         mode: what it runs.
         freq: group size of the sharing modes.
         cpu: the tiny shape on this project's CPU platform, to try the benchmark itself.
+        shape: of the model; ``REAL``, with ``cpu`` ``TINY``, unless given.
+        ranks: GPUs to share it.
     """
 
-    def __init__(self, folder: Path, mode: Mode, *, freq: int, cpu: bool) -> None:
-        self.mode = mode
+    def __init__(
+        self, folder: Path, mode: Mode, *, freq: int, cpu: bool, shape: TinyM3Shape | None = None, ranks: int = 1
+    ) -> None:
+        self.mode, self._cpu = mode, cpu
         folder.mkdir(parents=True)
-        shape = TINY if cpu else REAL
+        shape = shape or (TINY if cpu else REAL)
         (folder / "config.json").write_text(json.dumps(shape.hf_config(bos_id=0, eos_id=1)))
         self.gate, self._log = folder / "gate", folder / "server.log"
         with socket.socket() as probe:
@@ -77,13 +86,13 @@ class BenchServer:
         options = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sleep-on-idle",
                    "--max-total-tokens", "32768"] if cpu else [
                    "--dtype", "bfloat16", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
-                   "--cuda-graph-bs-decode", "1", "8", "--context-length", "131072", "--mem-fraction-static", "0.8",
-                   "--max-total-tokens", "1048576"]  # fmt: skip
+                   "--cuda-graph-bs-decode", "1", "8", "--context-length", "131072", "--mem-fraction-static", "0.86",
+                   "--max-total-tokens", "983040"]  # fmt: skip
         argv = [
             sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--load-format", "dummy",
             "--page-size", "128", "--chunked-prefill-size", "8192", "--max-running-requests", "8", "--port", str(port),
             "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics",
-            "--stream-interval", "4", *options,
+            "--stream-interval", "4", "--tp-size", str(ranks), *options,
         ]  # fmt: skip
         cpu_env = {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         env = {**os.environ, **(cpu_env if cpu else {}), **mode.environment(freq), GATE_VARIABLE: str(self.gate)}
@@ -139,6 +148,16 @@ class BenchServer:
                 arrivals.setdefault(index, []).append((now, chunk["meta_info"]["completion_tokens"]))
                 tokens[index] = chunk["output_ids"]
         return pace_of(arrivals), [tokens[index] for index in sorted(tokens)]
+
+    def profile(self, folder: Path, steps: int) -> None:
+        """Record what the device does in the next ``steps`` passes; SGLang writes ``*.json.gz`` into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        body = json.dumps(
+            {"output_dir": str(folder), "num_steps": steps, "activities": ["CPU" if self._cpu else "GPU"]}
+        ).encode()
+        request = urllib.request.Request(f"{self.url}/start_profile", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60):
+            pass
 
     def flush(self) -> None:
         """Empty the prefix cache."""
