@@ -1,0 +1,146 @@
+"""What a host tier adds to the hit rate: ``python -m eval.bench.offload_gain`` prints one JSON object.
+
+The tiny M3 on SGLang replays the same sessions four times: with memory for half and for all of the mean live contexts,
+each time with LMCache behind it and without. Nothing else differs. Beside the rates stand where the hits came from,
+what a cache that never evicts would have hit, that all four gave the same answers, and that no page was refused.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+
+from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from agentserve.launch.host import free_port
+from agentserve.launch.tiny import tiny_server
+from eval.bench.offload_restore import counted
+from eval.bench.prediction_live import expected_contexts
+from radix_cache.rates import hit_tokens
+from traces import open_trace
+from traces.replay.config import ReplayConfig
+from traces.replay.record import RequestRecord
+from traces.replay.run import replay
+from traces.replay.select import Limits, select
+from traces.replay.store import read_run
+
+TRACE = "generated:preset=tiny,sessions=14,seed=5,block_size=64"
+PAGE = 128
+
+
+def offload_overrides(memory_gb: float = 2.0) -> dict[str, Any]:
+    """Recipe fields of a server with a daemon of its own, on free ports."""
+    return {
+        "offload.backend": "lmcache",
+        "offload.port": free_port(),
+        "offload.http_port": free_port(),
+        "offload.memory_gb": memory_gb,
+    }
+
+
+def contexts_of(config: ReplayConfig) -> float:
+    """Mean sum of the live contexts that a replay will have, in tokens, before it is run."""
+    limits = Limits(
+        sessions=config.sessions,
+        max_turns=config.max_turns,
+        max_output=config.max_output,
+        tokens_per_block=config.tokens_per_block,
+        max_context=config.max_context,
+    )
+    sessions = select(open_trace(config.trace), limits).sessions
+    return expected_contexts(sessions, config.concurrency, config.thinking, service_s=0.5)
+
+
+def answers_of(records: Sequence[RequestRecord]) -> dict[tuple[str, str, int], str | None]:
+    """Digest of each answer, by request."""
+    return {(r.session, r.flow, r.turn): r.output_sha256 for r in records}
+
+
+def rates(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Where the prompt tokens of a run came from, as shares of all, and what they waited for."""
+    prompts = sum(r.prompt_tokens for r in records)
+    storage = sum(r.cached_storage or 0 for r in records)
+    cached = sum(r.cached_tokens or 0 for r in records)
+    never_evicting = sum(hit_tokens(r.shared_output_lcp, r.prompt_tokens, PAGE) for r in records)
+    firsts = [r.first_token_s - r.sent_s for r in records if r.first_token_s is not None]
+    return {
+        "requests": len(records),
+        "prompt_tokens": prompts,
+        "hit_rate": round(cached / prompts, 4),
+        "from_device": round((cached - storage) / prompts, 4),
+        "from_host_tier": round(storage / prompts, 4),
+        "never_evicting_hit_rate": round(never_evicting / prompts, 4),
+        "median_seconds_to_first_token": round(statistics.median(firsts), 3),
+    }
+
+
+def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool) -> tuple[dict[str, Any], Any]:
+    """One server, one replay; what came of it and its answers. Raises RuntimeError when a request failed."""
+    overrides: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
+    if offload:
+        overrides |= offload_overrides()
+    with tiny_server(overrides, checkpoint=checkpoint, log=config.out.with_suffix(".log")) as server:
+        result = replay(config.model_copy(update={"url": server.plan.url}), handle_signals=False)
+        with httpx.Client(base_url=server.plan.url, timeout=30) as http:
+            events = ("stored", "restored", "verified", "refused", "abandoned") if offload else ()
+            tokens = {event: counted(http, event) for event in events}
+    if result.status != "finished" or result.tally.failed:
+        raise RuntimeError(f"{config.out.name}: {result.status}, {result.tally.failed} failed requests")
+    records = list(read_run(config.out).records())
+    return {"capacity_tokens": capacity, **rates(records), "offload_tokens": tokens}, answers_of(records)
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("trace", default=TRACE)
+@click.option("--out", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
+@click.option("--capacity", "capacities", multiple=True, default=(0.5, 1.0), help="Memory over the live contexts.")
+@click.option("--concurrency", default=7, help="Sessions active at once.")
+@click.option("--sessions", type=int)
+@click.option("--max-turns", default=8)
+@click.option("--max-output", default=4)
+@click.option("--max-context", default=3000)
+@click.option("--tokens-per-block", type=int, help="Reduce the trace's blocks to this many tokens.")
+@click.option("--think", default="scaled:0.1,capped:4")
+def main(trace: str, out: Path | None, capacities: Sequence[float], **settings: Any) -> None:
+    """Run the four servers and print what came of each; exit code 1 when answers differ or a page was refused."""
+    result: dict[str, Any] = {
+        "command": "python -m eval.bench.offload_gain", "trace": Path(trace).name, **settings, "runs": {}, "gain": {},
+    }  # fmt: skip
+    kept: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="offload-gain-") as folder:
+        checkpoint = write_tiny_checkpoint(Path(folder) / "m3")
+        contexts = contexts_of(ReplayConfig(trace=trace, out=Path(folder), **settings))
+        for ratio in capacities:
+            capacity = int(ratio * contexts) // PAGE * PAGE
+            for offload in (False, True):
+                name = f"{ratio:g} of the live contexts, {'with' if offload else 'without'} the host tier"
+                config = ReplayConfig(trace=trace, out=Path(folder) / f"{ratio:g}-{offload}", **settings)
+                click.echo(f"{name} ...", err=True)
+                result["runs"][name], answers = live(config, capacity, checkpoint, offload=offload)
+                kept.append(answers)
+            without, with_tier = list(result["runs"].values())[-2:]
+            result["gain"][f"{ratio:g}"] = {
+                "points_of_hit_rate": round(100 * (with_tier["hit_rate"] - without["hit_rate"]), 2),
+                "recomputed_tokens_less": round(1 - (1 - with_tier["hit_rate"]) / (1 - without["hit_rate"]), 4),
+            }
+    differing = {key for answers in kept for key in answers if answers[key] != kept[0].get(key)}
+    result["same_answers_in_all_runs"] = not differing and len(kept[0]) > 0
+    result["differing_answers"] = len(differing)
+    text = json.dumps(result, indent=1)
+    click.echo(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    refused = sum(run["offload_tokens"].get("refused", 0) for run in result["runs"].values())
+    sys.exit(0 if result["same_answers_in_all_runs"] and not refused else 1)
+
+
+if __name__ == "__main__":
+    main()

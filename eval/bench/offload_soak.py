@@ -1,0 +1,275 @@
+"""Offload under random faults: ``python -m eval.bench.offload_soak --minutes 10 --seed 1`` prints one JSON object.
+
+The tiny M3 on SGLang, with memory for a quarter of the live contexts, first replays the sessions without offload. Then
+a server of the same memory with a daemon and a Redis replays them again and again while a thread kills, freezes and
+slows the daemon and kills the Redis, at times drawn from the seed. Every answer is compared with the first server's;
+file descriptors, shared memory and locks are counted before the first fault and after everything has healed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import psutil
+
+from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from agentserve.launch.daemon import Daemon
+from agentserve.launch.process import ServerProcess
+from agentserve.launch.tiny import tiny_server
+from eval.bench.offload_gain import PAGE, answers_of, contexts_of
+from eval.bench.offload_restore import counted, flush
+from eval.bench.offload_rig import Redis, crawl, daemon, descriptors, frozen, locks, port_of, segments, send, wait_until
+from traces.replay.config import ReplayConfig
+from traces.replay.record import RequestRecord
+from traces.replay.run import replay
+from traces.replay.store import read_run
+
+TRACE = "generated:preset=tiny,sessions=12,seed=5,block_size=64"
+LOOKUP_S, LOAD_S, STORE_S = 2.0, 2.0, 5.0
+SLACK_S = 1.0
+# How often each is drawn. A killed daemon is away for the time that its start takes, so that one is rarer.
+FAULTS = {"daemon frozen": 4, "daemon slow": 3, "redis killed": 3, "daemon killed": 1}
+GAUGES = re.compile(r"^agentserve_offload_online\{[^}]*\} (\S+)$", re.MULTILINE)
+LOADS = re.compile(r'^agentserve_offload_seconds_total\{[^}]*wait="load"[^}]*\} (\S+)$', re.MULTILINE)
+
+
+def metrics(http: httpx.Client) -> tuple[bool, float]:
+    """Whether the daemon is in use, and the seconds that the scheduler has waited for loads."""
+    text = http.get("/metrics").text
+    gauges = [float(value) for value in GAUGES.findall(text)]
+    return bool(gauges) and min(gauges) == 1, sum(float(value) for value in LOADS.findall(text))
+
+
+class Faults(threading.Thread):
+    """Breaks things for ``seconds``, and leaves everything running then."""
+
+    def __init__(self, seed: int, running: Daemon, redis: Redis, seconds: float) -> None:
+        super().__init__(name="faults", daemon=True)
+        self._until = time.monotonic() + seconds
+        self._rng = random.Random(seed)
+        self._daemon, self._redis = running, redis
+        self._end = threading.Event()
+        self.done: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._end.wait(self._rng.uniform(2, 12)) and time.monotonic() < self._until:
+                kind = self._rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+                self._inject(kind, self._rng.uniform(0.5, 6))
+                self.done[kind] += 1
+        except BaseException as error:  # told to whoever waits for this thread
+            self.failure = error
+
+    def _inject(self, kind: str, seconds: float) -> None:
+        if kind == "daemon killed":
+            send(self._daemon, signal.SIGKILL)
+        elif kind == "daemon frozen":
+            with frozen(self._daemon):
+                self._end.wait(seconds)
+        elif kind == "daemon slow":
+            crawl(self._daemon, seconds)
+        else:
+            self._redis.kill()
+            self._end.wait(seconds)
+            self._redis.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+class Watch(threading.Thread):
+    """Samples the server once a second: how long it was without the daemon, and its longest wait for a load."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._url = url
+        self._end = threading.Event()
+        self.samples = self.online = 0
+        self.longest_wait_s = 0.0
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
+            _, before = metrics(http)
+            while not self._end.wait(1.0):
+                online, waited = metrics(http)
+                self.samples += 1
+                self.online += online
+                self.longest_wait_s = max(self.longest_wait_s, waited - before)
+                before = waited
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join()
+
+
+def one_pass(config: ReplayConfig, url: str, out: Path, *, flush_first: bool) -> list[RequestRecord]:
+    """Replay all sessions once. Raises RuntimeError when it did not finish; failed requests have records too."""
+    settings = config.model_copy(update={"url": url, "out": out, "flush_cache": flush_first})
+    result = replay(settings, handle_signals=False)
+    if result.status != "finished":
+        raise RuntimeError(f"{out.name}: {result.status}")
+    return list(read_run(out).records())
+
+
+def holdings(server: ServerProcess, running: Daemon, http: httpx.Client) -> dict[str, Any]:
+    """What server and daemon hold while nothing runs; the device's cache is emptied on the way."""
+    wait_until(lambda: metrics(http)[0], 240, "the server uses the daemon again")
+    flush(http)  # refused while a page is locked, set aside or being stored
+    time.sleep(3)  # the daemon hears of ends after the answer
+    root = psutil.Process(server.pid)
+    pids = {root.pid, *(child.pid for child in root.children(recursive=True))}
+    return {"descriptors": descriptors(pids), "segments": segments(pids), "locks": locks(running)}
+
+
+def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """After less before: most of any process' descriptors, segments, and every kind of lock."""
+    was, now = before["descriptors"], after["descriptors"]
+    return {
+        "descriptors": max((now[pid] - was.get(pid, 0) for pid in now), default=0),
+        "processes": len(now) - len(was),
+        "segments": after["segments"] - before["segments"],
+        **{name: after["locks"][name] - before["locks"][name] for name in after["locks"]},
+    }
+
+
+def duration(record: RequestRecord) -> float:
+    return record.done_s - record.sent_s
+
+
+def judge(
+    passes: Sequence[list[RequestRecord]], known: dict[tuple[str, str, int], str | None], limit_s: float
+) -> dict[str, Any]:
+    """Answers against the run without offload, failures, and how long requests took."""
+    records = [record for one in passes for record in one]
+    answered = [record for record in records if record.error is None]
+    wrong = [r for r in answered if r.output_sha256 != known[r.session, r.flow, r.turn]]
+    times = sorted(duration(record) for record in records)
+    return {
+        "passes": len(passes),
+        "requests": len(records),
+        "failed_requests": len(records) - len(answered),
+        "wrong_answers": len(wrong),
+        "slowest_request_s": round(times[-1], 2),
+        "median_request_s": round(times[len(times) // 2], 3),
+        "limit_s": round(limit_s, 2),
+        "requests_over_the_limit": sum(1 for t in times if t > limit_s),
+        "from_host_tier": round(sum(r.cached_storage or 0 for r in records) / sum(r.prompt_tokens for r in records), 4),
+    }
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("trace", default=TRACE)
+@click.option("--minutes", default=10.0)
+@click.option("--seed", default=1, help="Of the faults.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
+@click.option("--concurrency", default=12, help="Sessions active at once.")
+@click.option("--max-turns", default=5)
+@click.option("--max-output", default=4)
+@click.option("--max-context", default=3000)
+@click.option("--think", default="scaled:0.1,capped:4")
+def main(trace: str, minutes: float, seed: int, out: Path | None, **settings: Any) -> None:
+    """Run both servers; exit code 1 when an answer differs, a request failed or was late, or something has grown."""
+    with tempfile.TemporaryDirectory(prefix="offload-soak-") as name:
+        folder = Path(name)
+        config = ReplayConfig(trace=trace, out=folder, **settings)
+        capacity = int(contexts_of(config) / 4) // PAGE * PAGE
+        checkpoint = write_tiny_checkpoint(folder / "m3")
+        common = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
+        with tiny_server(common, checkpoint=checkpoint, log=folder / "plain.log") as server:
+            plain = one_pass(config, server.plan.url, folder / "plain", flush_first=True)
+        known = answers_of(plain)
+        limit_s = max(map(duration, plain)) + LOOKUP_S + LOAD_S + SLACK_S
+        click.echo(
+            f"without offload: {len(plain)} requests, slowest {limit_s - LOOKUP_S - LOAD_S - SLACK_S:.1f} s", err=True
+        )
+
+        redis = Redis(folder)
+        redis.start()
+        try:
+            with daemon(folder, l2=redis.url, frozen_after_s=30) as running:
+                overrides = common | {
+                    "offload.backend": "lmcache",
+                    "offload.address": f"127.0.0.1:{port_of(running)}",
+                    "offload.lookup_deadline": LOOKUP_S,
+                    "offload.load_deadline": LOAD_S,
+                    "offload.store_deadline": STORE_S,
+                }
+                with tiny_server(overrides, checkpoint=checkpoint, log=folder / "server.log") as server:
+                    result = soak(config, server, running, redis, minutes=minutes, seed=seed)
+        finally:
+            redis.kill()
+        passes = result.pop("records")
+    report = {
+        "command": f"python -m eval.bench.offload_soak --minutes {minutes:g} --seed {seed}",
+        "trace": trace, **settings, "capacity_tokens": capacity,
+        "deadlines_s": {"lookup": LOOKUP_S, "load": LOAD_S, "store": STORE_S},
+        "without_offload": {"requests": len(plain), "slowest_request_s": round(max(map(duration, plain)), 2)},
+        "with_faults": judge(passes, known, limit_s), **result,
+    }  # fmt: skip
+    text = json.dumps(report, indent=1)
+    click.echo(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    found = report["with_faults"]
+    bad = found["failed_requests"] + found["wrong_answers"] + found["requests_over_the_limit"]
+    grown = {name: by for name, by in result["growth"].items() if by > 0}
+    waited = result["longest_wait_for_a_load_s"] > LOAD_S + SLACK_S
+    sys.exit(1 if bad or grown or waited else 0)
+
+
+def soak(
+    config: ReplayConfig, server: ServerProcess, running: Daemon, redis: Redis, *, minutes: float, seed: int
+) -> dict[str, Any]:
+    """A pass without faults, then passes with them, then healing; what was counted, and the records of all passes."""
+    url = server.plan.url
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
+        passes = [one_pass(config, url, config.out / "warm", flush_first=True)]
+        before = holdings(server, running, http)
+        faults, watch = Faults(seed, running, redis, 60 * minutes), Watch(url)
+        end = time.monotonic() + 60 * minutes
+        watch.start()
+        faults.start()
+        while time.monotonic() < end and faults.is_alive():
+            passes.append(one_pass(config, url, config.out / f"pass-{len(passes)}", flush_first=False))
+            click.echo(f"pass {len(passes) - 1}: {end - time.monotonic():.0f} s left, {dict(faults.done)}", err=True)
+        faults.stop()
+        watch.stop()
+        # It resumes by itself: a last pass has hits from the tier again.
+        wait_until(lambda: metrics(http)[0], 240, "the server uses the daemon again")
+        passes.append(one_pass(config, url, config.out / "healed", flush_first=True))
+        after = holdings(server, running, http)
+        events = ("stored", "restored", "verified", "refused", "abandoned", "quarantined", "released")
+        return {
+            "records": passes,
+            "faults": dict(faults.done),
+            "daemon_starts": running.starts,
+            "online_share_of_samples": round(watch.online / max(1, watch.samples), 3),
+            "longest_wait_for_a_load_s": round(watch.longest_wait_s, 2),
+            "tokens": {event: counted(http, event) for event in events},
+            "healed_pass_from_host_tier": sum(r.cached_storage or 0 for r in passes[-1]),
+            "before": before,
+            "after": after,
+            "growth": growth(before, after),
+        }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the offload benchmarks conclude from what they counted, without servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from eval.bench.index_reuse_server import REAL
+from eval.bench.offload_gain import answers_of, rates
+from eval.bench.offload_gpu import good, where
+from eval.bench.offload_gpu_parts import CHUNK, free_ports, state_bytes, write_checkpoint
+from eval.bench.offload_rig import crawl, descriptors, frozen, segments
+from eval.bench.offload_soak import growth, judge
+from traces.replay.record import RequestError, RequestRecord
+
+
+def record(turn: int, answer: str, *, seconds: float = 1.0, storage: int = 0, failed: bool = False) -> RequestRecord:
+    return RequestRecord(
+        session="s", flow="main", turn=turn, ready_s=0, sent_s=1, first_token_s=1.5, done_s=1 + seconds, think_s=0,
+        prompt_tokens=1000, prompt_tokens_reported=1000, output_tokens_wanted=4, output_tokens=4, output_sha256=answer,
+        cached_tokens=256 + storage, cached_storage=storage, session_lcp=0, session_output_lcp=0, shared_lcp=0,
+        shared_output_lcp=600, ready_lcp=0, error=RequestError(kind="http", message="500") if failed else None,
+    )  # fmt: skip
+
+
+def test_a_wrong_a_failed_and_a_late_request_are_each_seen() -> None:
+    known = answers_of([record(0, "a"), record(1, "b"), record(2, "c")])
+    passes = [[record(0, "a"), record(1, "x", seconds=9)], [record(2, "c", failed=True), record(0, "a", storage=512)]]
+    found = judge(passes, known, limit_s=5)
+    assert (found["requests"], found["wrong_answers"], found["failed_requests"]) == (4, 1, 1)
+    assert (found["requests_over_the_limit"], found["slowest_request_s"]) == (1, 9)
+    assert found["from_host_tier"] == 0.128
+
+
+def test_growth_is_by_process_and_by_kind() -> None:
+    before = {"descriptors": {1: 10, 2: 20}, "segments": 12, "locks": {"sessions": 0, "read_locked_count": 1}}
+    after = {"descriptors": {1: 9, 2: 23}, "segments": 12, "locks": {"sessions": 2, "read_locked_count": 0}}
+    assert growth(before, after) == {
+        "descriptors": 3, "processes": 0, "segments": 0, "sessions": 2, "read_locked_count": -1,
+    }  # fmt: skip
+
+
+def test_rates_tell_the_device_from_the_host_tier() -> None:
+    found = rates([record(0, "a", storage=512), record(1, "b")])
+    assert (found["hit_rate"], found["from_device"], found["from_host_tier"]) == (0.512, 0.256, 0.256)
+    assert found["never_evicting_hit_rate"] == 0.512  # four whole pages of the 600 tokens seen before
+
+
+def cells(**changed: Any) -> dict[str, Any]:
+    cell = {
+        "tokens_refused": 0, "tokens_verified": 512, "tokens_restored": 512,
+        "largest_logprob_difference_restored_device": 0.0,
+        "cached_tokens": {"restored": [json.dumps({"device": 0, "storage": 512})]},
+    }  # fmt: skip
+    restart = [{"tokens": {"device": 0, "storage": 512}, "largest_logprob_difference": 0.0}]
+    return {"lengths": {str(2 * CHUNK + 1): cell | changed}, "after_engine_restart": restart}
+
+
+def test_a_gpu_result_is_good_only_with_everything_restored_verified_and_equal() -> None:
+    assert good(cells())
+    assert not good({})
+    assert not good(cells(tokens_refused=128))
+    assert not good(cells(tokens_verified=0))
+    assert not good(cells(largest_logprob_difference_restored_device=1e-6))
+    assert not good(cells(cached_tokens={"restored": [json.dumps({"device": 512, "storage": 0})]}))
+    assert not good(cells() | {"after_engine_restart": []})
+    assert where({"meta_info": {"cached_tokens": 7}}) == {"device": 7, "storage": 0}
+
+
+def test_the_state_of_the_real_shapes_is_k_v_and_index_k(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m3", REAL)
+    assert state_bytes(folder, 1) == 2 * (6 * 2 * 4 * 128 + 5 * 128)
+    assert state_bytes(folder, 2) == 2 * (6 * 2 * 2 * 128 + 5 * 128)
+    assert len(set(free_ports(4))) == 4
+
+
+def test_freezing_and_slowing_leave_a_process_running() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        running: Any = SimpleNamespace(pid=process.pid)
+        with frozen(running):
+            time.sleep(0.1)
+            assert _state(process.pid) == "T"
+        crawl(running, 0.3, stop_s=0.1, run_s=0.01)
+        assert _state(process.pid) in "RS"
+        assert descriptors({process.pid})[process.pid] >= 3
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert descriptors({process.pid}) == {}
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_segments_of_dead_processes_count(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    for pid in (process.pid, os.getpid(), os.getppid()):
+        (tmp_path / f"lmcache_kv_{pid}_0").touch()
+    assert segments({os.getpid()}, tmp_path) == 2
