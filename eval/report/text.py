@@ -75,12 +75,13 @@ def headline(report: Report) -> str:
 
 
 def share(found: AttributionReport) -> str:
-    """How much of the gap no evidence accounts for."""
+    """How much of the gap no evidence accounts for, and what cost most."""
+    most = "" if found.largest is None else f" Most is lost to: {found.largest.title} ({count(found.largest.tokens)})."
     if not found.gap_tokens:
-        return f"There is no gap; {count(found.unexplained_tokens)} tokens are unexplained."
+        return f"There is no gap; {count(found.unexplained_tokens)} tokens are unexplained.{most}"
     return (
         f"The causes sum to the gap of {count(found.gap_tokens)} tokens exactly; unexplained are "
-        f"{count(found.unexplained_tokens)} ({percent(found.unexplained_fraction)} of it)."
+        f"{count(found.unexplained_tokens)} ({percent(found.unexplained_fraction)} of it).{most}"
     )
 
 
