@@ -23,6 +23,9 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
 
         sglang_plugin.require_applied(sglang_plugin.offload_hooks())
         self._quarantine = Quarantine()
+        self._tells = params.enable_kv_cache_events
+        if self._tells and params.tree_core_backend is None:
+            params.tree_core_backend = "python"  # the Rust core hands out no nodes, and events are made of them
         super().__init__(params, **kwargs)
         connector = self.lmcache_connector
         connector.counters = OffloadCounters(kwargs["tp_rank"], enabled=params.enable_metrics)
@@ -45,7 +48,9 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
             return None
 
     def check_hicache_events(self) -> None:
-        pending = [(store.operation, self.tree_core.node_by_id(store.node_id)) for store in self._pending_stores]
+        pending = [
+            (store.operation, self.tree_core.node_by_id(store.node_id)) for store in self._pending_stores if self._tells
+        ]
         super().check_hicache_events()
         for operation, node in pending[: len(pending) - len(self._pending_stores)]:
             if operation.result:
