@@ -14,12 +14,18 @@ def write_weka(session: Session, path: str | Path) -> None:
     """Write one session as Weka JSON; reading it back gives the same session but for ``source``.
 
     Entries are sorted by time. Spawn and join of subagents are not written: readers infer them from the times.
-    Durations are kept to the millisecond.
+    Times are kept to the microsecond, durations of subagents to the
+    millisecond, since the format has them as whole milliseconds.
     """
+    Path(path).write_bytes(orjson.dumps(weka_document(session), option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def weka_document(session: Session) -> dict[str, Any]:
+    """The session as Weka JSON, with arrays for ``hash_ids``."""
     entries = [(turn.start_s, 0, _request(turn, 0.0)) for turn in session.main.turns]
     entries += [(flow.start_s, 1, _subagent(flow)) for flow in session.subagents]
     entries.sort(key=lambda entry: entry[:2])
-    document = {
+    return {
         "id": session.id,
         "models": sorted({turn.model for flow in session.flows() for turn in flow.turns}),
         "block_size": session.block_size,
@@ -28,12 +34,11 @@ def write_weka(session: Session, path: str | Path) -> None:
         "system_tokens": session.main.system_tokens,
         "requests": [entry for _, _, entry in entries],
     }
-    Path(path).write_bytes(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _request(turn: Turn, start_s: float) -> dict[str, Any]:
     entry: dict[str, Any] = {
-        "t": round(turn.start_s - start_s, 3),
+        "t": round(turn.start_s - start_s, 6),
         "type": "n",
         "model": turn.model,
         "in": turn.prompt_tokens,
@@ -51,7 +56,7 @@ def _request(turn: Turn, start_s: float) -> dict[str, Any]:
 def _subagent(flow: Flow) -> dict[str, Any]:
     return {
         "type": "subagent",
-        "t": round(flow.start_s, 3),
+        "t": round(flow.start_s, 6),
         "agent_id": flow.name,
         "duration_ms": None if flow.duration_s is None else round(flow.duration_s * 1000),
         "tool_tokens": flow.tool_tokens,

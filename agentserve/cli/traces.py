@@ -3,69 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, cast
 
 import click
-import orjson
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from agentserve.cli import trace_files
+from agentserve.cli.trace_input import TraceInput, as_json_option, print_json, reported, with_trace
 from eval.bench.theory_scan import Scope, TheoryResult, scan_trace
-from traces.model import ReadStats, Session, TraceError
-from traces.readers import format_names, open_trace
+from traces.model import ReadStats
 from traces.statistics import BEGINNING_TURNS, FAR_BACK, PERCENTILES, Distribution, TraceStatistics
-
-_MESSAGES_SHOWN = 5
-
-_input_options = [
-    click.argument("path"),
-    click.option("--format", "trace_format", type=click.Choice(format_names()), help="Format of PATH, if unclear."),
-    click.option("--skip-bad", is_flag=True, help="Pass over faulty sessions, and say which."),
-    click.option("--limit", type=click.IntRange(min=1), help="Read at most this many sessions."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
-]
-
-
-def _with_input(function: Any) -> Any:
-    for option in reversed(_input_options):
-        function = option(function)
-    return function
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Inspect traces: a file, a directory, an archive, or generated:sessions=20,seed=1."""
+    """Inspect and convert traces: a file, a directory, an archive, or generated:sessions=20,seed=1."""
+
+
+for _command in trace_files.COMMANDS:
+    command.add_command(_command)
 
 
 @command.command()
-@_with_input
+@with_trace
+@as_json_option
 @click.option("--page", "pages", type=click.IntRange(min=1), multiple=True, default=(64,), show_default=True,
               help="Tokens per page; give it several times for several sizes.")  # fmt: skip
 @click.option("--scope", type=click.Choice(["session", "tools+system"]), default="session", show_default=True,
               help="Whether sessions share the tools + system head of their prompts.")  # fmt: skip
 @click.option("--no-output", is_flag=True, help="Generated tokens are not inserted into the cache.")
-def theory(
-    path: str,
-    trace_format: str | None,
-    skip_bad: bool,
-    limit: int | None,
-    as_json: bool,
-    pages: tuple[int, ...],
-    scope: str,
-    no_output: bool,
-) -> None:
+def theory(trace: TraceInput, as_json: bool, pages: tuple[int, ...], scope: str, no_output: bool) -> None:
     """Theoretical prefix-cache hit rate of all sessions, in one pass."""
-    stats = ReadStats()
-    sessions = _read(path, trace_format, skip_bad, limit, stats)
     page_sizes = list(dict.fromkeys(pages))
-    result = _reported(
-        lambda: scan_trace(sessions, page_sizes=page_sizes, scope=cast(Scope, scope), output_inserted=not no_output)
+    kind = cast(Scope, scope)
+    result = reported(
+        lambda: scan_trace(trace.sessions(), page_sizes=page_sizes, scope=kind, output_inserted=not no_output)
     )
-    _tell_skipped(stats)
+    trace.tell_skipped()
+    stats = trace.stats
     if as_json:
-        _print_json(_theory_json(path, result, stats))
+        print_json(_theory_json(trace.path, result, stats))
         return
     console = Console()
     console.print(f"Theoretical hit rate: {_definition(result)}", highlight=False)
@@ -83,52 +61,24 @@ def theory(
 
 
 @command.command("stats")
-@_with_input
-def statistics(path: str, trace_format: str | None, skip_bad: bool, limit: int | None, as_json: bool) -> None:
+@with_trace
+@as_json_option
+def statistics(trace: TraceInput, as_json: bool) -> None:
     """Turns, contexts, how prompts change, gaps by stop reason, duplicates."""
-    stats = ReadStats()
     found = TraceStatistics()
 
     def read_all() -> None:
-        for session in _read(path, trace_format, skip_bad, limit, stats):
+        for session in trace.sessions():
             found.add(session)
 
-    _reported(read_all)
-    _tell_skipped(stats)
+    reported(read_all)
+    trace.tell_skipped()
     if not found.sessions:
-        raise click.ClickException(f"{path}: no session could be read")
+        raise click.ClickException(f"{trace.path}: no session could be read")
     if as_json:
-        _print_json(_statistics_json(path, found, stats))
+        print_json(_statistics_json(trace.path, found, trace.stats))
     else:
-        _print_statistics(found, stats)
-
-
-def _read(
-    path: str, trace_format: str | None, skip_bad: bool, limit: int | None, stats: ReadStats
-) -> Iterator[Session]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading")
-        for session in open_trace(path, format=trace_format, skip_bad=skip_bad, limit=limit, stats=stats):
-            progress.update(task, description=f"{stats.sessions:,} sessions, {stats.requests:,} requests")
-            yield session
-
-
-def _reported(work: Any) -> Any:
-    try:
-        return work()
-    except TraceError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _tell_skipped(stats: ReadStats) -> None:
-    lists = (("skipped", stats.skipped), ("accepted", stats.notes))
-    for word, messages in lists:
-        for message in messages[:_MESSAGES_SHOWN]:
-            click.echo(f"{word}: {message}", err=True)
-        if len(messages) > _MESSAGES_SHOWN:
-            click.echo(f"{word}: {len(messages) - _MESSAGES_SHOWN:,} more", err=True)
+        _print_statistics(found, trace.stats)
 
 
 def _definition(result: TheoryResult) -> str:
@@ -212,7 +162,3 @@ def _short(number: float) -> str:
     if math.isnan(number):
         return "-"
     return f"{number:,.0f}" if number < 9_999.5 else f"{number / 1000:,.1f}k"
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())

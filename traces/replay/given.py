@@ -9,6 +9,7 @@ plant a cause. ``replay(config, given=...)`` sends them and keeps them in the ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class GivenTurn(NamedTuple):
 
     prompt: Sequence[int]
     answer_tokens: int = 1
-    think_s: float = 0.0  # after the answer before it
+    think_s: float = 0.0  # after the answer before it, or what spawned it; a main flow's first turn waits for nothing
     stop: StopReason = StopReason.TOOL_USE
 
 
@@ -77,6 +78,7 @@ def given_prompts(conversations: Mapping[str, Mapping[str, GivenFlow]], *, block
         if MAIN_FLOW not in flows:
             raise ValueError(f"session {name!r}: none of its flows is called {MAIN_FLOW!r}")
         made = {}
+        main_starts = list(accumulate(turn.think_s for turn in flows[MAIN_FLOW].turns))
         for flow, given in flows.items():
             for index, turn in enumerate(given.turns):
                 if not len(turn.prompt) or turn.answer_tokens < 1:
@@ -86,28 +88,32 @@ def given_prompts(conversations: Mapping[str, Mapping[str, GivenFlow]], *, block
                 tokens[name, flow, index] = np.asarray(turn.prompt, dtype=np.int32)
             if not given.turns:
                 raise ValueError(f"session {name!r}, flow {flow!r}: it has no turns")
+            begin = 0.0 if given.spawn_after is None else main_starts[given.spawn_after]
+            starts = accumulate(turn.think_s for turn in given.turns)
             made[flow] = Flow(
                 name=flow,
                 turns=tuple(
-                    _turn(index, turn, _block_ids(tokens[name, flow, index], block_size, ids))
-                    for index, turn in enumerate(given.turns)
+                    _turn(index, turn, begin + start, _block_ids(tokens[name, flow, index], block_size, ids))
+                    for index, (turn, start) in enumerate(zip(given.turns, starts, strict=True))
                 ),
                 spawn_after=given.spawn_after,
                 join_before=given.join_before,
+                start_s=begin,
             )
         main = made.pop(MAIN_FLOW)
         sessions.append(Session(name, block_size, BlockScope.GLOBAL, main, tuple(made.values()), "given prompts"))
     return GivenPrompts(sessions, tokens)
 
 
-def _turn(index: int, turn: GivenTurn, block_ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Turn:
+def _turn(index: int, turn: GivenTurn, start_s: float, block_ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Turn:
     return Turn(
         index=index,
-        start_s=float(index),
+        start_s=start_s,
         prompt_tokens=len(turn.prompt),
         output_tokens=turn.answer_tokens,
         block_ids=block_ids,
         think_s=turn.think_s,
+        api_s=0.0,  # so that nothing of a pause counts as serving time
         stop=turn.stop,
     )
 
