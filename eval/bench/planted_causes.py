@@ -2,8 +2,8 @@
 
 ``python -m eval.bench.planted_causes`` serves eight workloads that lose hits for one reason each, records them, and
 asks the report for the largest cause and its size. The planted size is what the same requests hit without the plant,
-served live too (an ample cache, one request at a time, no gate, the daemon awake, histories left as they were), less
-what they hit with it. Only for pages of 256 it is computed from the prompts: no server runs without pages.
+served live too (one session or request at a time, no gate, the daemon awake, histories left as they were), less what
+they hit with it. Only for pages of 256 it is computed from the prompts: no server runs without pages.
 
 Beside that stands the attribution's exactness, for these runs and for EAGLE3 with token and with pair keys: what is
 left over of each request's gap, what is unexplained, and whether equal requests got equal answers.
@@ -212,12 +212,13 @@ def in_the_prompts(one: Served, checkpoint: Path) -> list[Result]:
         control = play(one, f"{plant}, kept", work.control)
         results.append(against(one, plant, expected, work, control))
     work = workloads.subagents(7)
-    control = play(one, "subagents, one by one", work.control, in_flight=1)
+    control = play(one, "subagents, one by one", work.control, concurrency=2, in_flight=1)
     return [*results, against(one, "parallel subagents", "in_flight", work, control, concurrency=2)]
 
 
 def bench_prompts(folder: Path, checkpoint: Path) -> list[Result]:
-    with server(folder, checkpoint, {"kv.capacity_tokens": AMPLE}) as one:
+    # The subagents' prompts together fit into one chunk.
+    with server(folder, checkpoint, {"kv.capacity_tokens": AMPLE, "prefill_chunk": 4096}) as one:
         return in_the_prompts(one, checkpoint)
 
 
@@ -230,13 +231,12 @@ def bench_pages(folder: Path, checkpoint: Path) -> list[Result]:
 
 
 def bench_memory(folder: Path, checkpoint: Path) -> list[Result]:
-    """A small cache and a gate, each against the same requests in an ample cache without a gate."""
+    """Sessions in turn against one after the other in a small cache, and a gate against none."""
     small, gated = workloads.alternating(11, tokens=2560), workloads.behind_a_gate(5)
-    with server(folder, checkpoint, {"kv.capacity_tokens": AMPLE}) as one:
-        ample = play(one, "small cache, ample", small.control, concurrency=2, in_flight=1)
-        free = play(one, "gate, none", gated.control, concurrency=2)
     with server(folder, checkpoint, {"kv.capacity_tokens": SMALL}) as one:
-        results = [against(one, "small cache", "evicted", small, ample, concurrency=2, in_flight=1)]
+        apart = play(one, "small cache, one after the other", small.control)
+        results = [against(one, "small cache", "evicted", small, apart, concurrency=2, in_flight=1)]
+        free = play(one, "gate, none", gated.control, concurrency=2)
     gate = {"radix.policy": "lru", "radix.admission": "gate:0.4", "kv.capacity_tokens": SMALL}
     with server(folder, checkpoint, gate) as one:
         return [*results, against(one, "gate", "held_by_admission", gated, free, concurrency=2)]
@@ -262,16 +262,14 @@ def bench_offload(folder: Path, checkpoint: Path) -> list[Result]:
 def bench_eagle3(folder: Path, checkpoint: Path) -> list[Result]:
     """Exactness with drafts: evictions under token keys and under SGLang's pairs."""
     draft = write_tiny_eagle3(folder / "draft")
-    work = workloads.alternating(31, tokens=2330, answer=12, turns=3)
+    work = workloads.alternating(31, tokens=2330, answer=12)
     results = []
-    with server(folder, checkpoint, {"kv.capacity_tokens": AMPLE}) as one:
-        control = play(one, "eagle3, no drafts and ample", work.control, concurrency=2, in_flight=1)
     for keys in ("token", "pair"):
         drafting = {"eagle3.draft": str(draft), "eagle3.radix_keys": keys, "kv.capacity_tokens": SMALL}
         with server(folder, checkpoint, drafting) as one:
-            results.append(
-                against(one, f"small cache, EAGLE3 {keys} keys", "evicted", work, control, concurrency=2, in_flight=1)
-            )
+            apart = play(one, f"{keys} keys, one after the other", work.control)
+            name = f"small cache, EAGLE3 {keys} keys"
+            results.append(against(one, name, "evicted", work, apart, concurrency=2, in_flight=1))
     return results
 
 

@@ -68,15 +68,19 @@ def growing(seed: int, *, sessions: int = 3, turns: int = 6) -> Planted:
     return _unchanged(made)
 
 
-def subagents(seed: int, *, agents: int = 4, shared: int = 3000) -> Planted:
-    """A turn spawns subagents that begin with the same long text, all at once."""
+def subagents(seed: int, *, agents: int = 4, shared: int = 896, busy: int = 3800) -> Planted:
+    """A turn spawns subagents that begin with the same long text, all at once.
+
+    They fit into one prefill batch, and arrive while the server computes the ``busy`` tokens of another session:
+    otherwise it would take the first one alone, and the rest would find what that one left.
+    """
     rng = random.Random(seed)
-    head = _words(rng, shared)
-    asked = _words(rng, 200)
+    head, asked = _words(rng, shared), _words(rng, 200)
     flows = {MAIN_FLOW: GivenFlow([GivenTurn(asked, 2), GivenTurn(asked + _words(rng, 200), 2)])}
     for number in range(agents):
-        flows[f"agent{number}"] = GivenFlow([GivenTurn(head + _words(rng, 100 + number), 2)], 0, 1)
-    return _unchanged({f"parent{seed}": flows})
+        flows[f"agent{number}"] = GivenFlow([GivenTurn(head + _words(rng, 50 + number), 2, 3.0)], 0, 1)
+    other = {MAIN_FLOW: GivenFlow([GivenTurn(_words(rng, 64), 2), GivenTurn(_words(rng, busy), 2, 2.2)])}
+    return _unchanged({f"parent{seed}": flows, f"other{seed}": other})
 
 
 def behind_a_gate(seed: int, *, shared: int = 1024, pause_s: float = 5.0) -> Planted:
