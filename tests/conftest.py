@@ -71,7 +71,7 @@ class TinyServer:
 
 @pytest.fixture(scope="session", name="tiny_server")
 def _tiny_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
-    settings = {"kv.capacity_tokens": KV_TOKENS, "prefill_chunk": PREFILL_CHUNK}
+    settings = {"kv.capacity_tokens": KV_TOKENS, "prefill_chunk": PREFILL_CHUNK, "watch": True}
     log = tmp_path_factory.mktemp("server") / "server.log"
     with tiny_server(settings, checkpoint=tiny_checkpoint, log=log) as process:
         yield TinyServer(process.plan.url, tiny_checkpoint, 128, process)

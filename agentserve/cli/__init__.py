@@ -15,6 +15,7 @@ _COMMANDS = {
     "diagnose": ("agentserve.cli.diagnose", "Find where turns of a chat log broke their prefix, and why."),
     "traces": ("agentserve.cli.traces", "Inspect traces: statistics and theoretical hit rate."),
     "audit": ("agentserve.cli.audit", "Which fast paths of a running server really ran."),
+    "watch": ("agentserve.cli.watch", "Watch a running server: hit rate, causes, sessions, tiers."),
     "shapes": ("agentserve.cli.shapes", "Local GEMM shapes and bytes of one tensor-parallel rank."),
     "checkpoint": ("agentserve.cli.checkpoint", "Write small random checkpoints."),
     "simulate": ("agentserve.cli.simulate", "Simulate eviction and admission on a trace, without a server."),

@@ -15,6 +15,7 @@ from agentserve.launch.recipe import Recipe
 from agentserve.runtime.index_reuse import REUSE_VARIABLE, ROCM_VARIABLE, parse_index_reuse
 from agentserve.runtime.policy_settings import BACKEND, EVICTION_VARIABLE, PolicySettings
 from agentserve.runtime.speculation import VARIABLES, SpeculationSettings
+from agentserve.watch.settings import WATCH_VARIABLE
 from offload.settings import SETTINGS_VARIABLE
 from offload.state import Plane, shareable_layers
 
@@ -133,12 +134,14 @@ def make_plan(
     env |= _speculation_env(recipe, draft, notes)
     if recipe.offload.backend is not None:
         env |= recipe.offload.settings(recipe.tp).environment()
+    if recipe.watch:
+        env |= {WATCH_VARIABLE: "1"}
     env |= recipe.env
     # Set, it selects SGLang's own CPU engine, which needs the CPU build of sgl_kernel. On a GPU a platform
     # left over in the shell would put the model on the CPU.
     foreign = ["SGLANG_USE_CPU_ENGINE"] if recipe.device == "cpu" else ["SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM"]
     # Left over from another launch, it would register what this recipe did not ask for.
-    foreign += [EVICTION_VARIABLE, REUSE_VARIABLE, ROCM_VARIABLE, *VARIABLES]
+    foreign += [EVICTION_VARIABLE, REUSE_VARIABLE, ROCM_VARIABLE, *VARIABLES, WATCH_VARIABLE]
     foreign += [SETTINGS_VARIABLE, "LMCACHE_CONFIG_FILE"]
     return LaunchPlan(
         argv=tuple(argv),

@@ -172,6 +172,7 @@ class Recipe(_Model):
     index_reuse: str | None = None
     cache_report: bool = True
     metrics: bool = True
+    watch: bool = False  # a page of the server: hit rate, causes, sessions (docs/design/watch.md); needs metrics
     kv_events: str | None = None  # ZMQ endpoint of the KV event publisher, as tcp://*:5557; None: off
     env: dict[str, _Text] = Field(default_factory=dict)
     extra_args: list[_Text] = Field(default_factory=list)
@@ -188,6 +189,8 @@ class Recipe(_Model):
                 raise ValueError("offload runs with SGLang's own radix policies only; drop it or radix.policy/disable")
             if self.eagle3.draft is not None:
                 raise ValueError("SGLang refuses LMCache together with EAGLE3; drop offload or eagle3")
+        if self.watch and not self.metrics:
+            raise ValueError("watch shows the server's counters: set metrics to true, or drop watch")
         bind = self.cpu.threads_bind
         if bind is not None and len(bind.split("|")) != self.tp:
             raise ValueError(f"cpu.threads_bind must list cores for tp={self.tp} ranks, separated by '|'; got {bind!r}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from agentserve.runtime import index_reuse, policy_settings, sglang_cpu_platform, speculation
+from agentserve.watch import settings as watch_settings
 from offload import settings as offload_settings
 
 CHECKED_VERSION = "0.5.23"
@@ -268,6 +269,26 @@ def fact_hooks() -> tuple[Hook, ...]:
     )
 
 
+def watch_hooks() -> tuple[Hook, ...]:
+    """Hooks of the watch page; none is registered unless it was asked for."""
+    from agentserve.runtime import sglang_watch_route, sglang_watch_state
+
+    return (
+        Hook(
+            "sglang.srt.utils.common.add_prometheus_middleware",
+            "after",
+            sglang_watch_route.add_page,
+            "the HTTP server has no extension point for routes; this is called with its application",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+            "after",
+            sglang_watch_state.after_prefill_batch,
+            "no counter of SGLang tells a prompt token that was never seen from one that was lost",
+        ),
+    )
+
+
 def active_hooks() -> tuple[Hook, ...]:
     """The hooks that this process must have in place."""
     cpu, eagle3 = sglang_cpu_platform.selected(), speculation.settings_from() is not None
@@ -293,6 +314,8 @@ def register() -> None:
         _register_hooks(policy_hooks())
     if offload_settings.settings_from() is not None:
         _register_hooks(offload_hooks())
+    if watch_settings.asked_for():
+        _register_hooks(watch_hooks())
     if sglang_cpu_platform.selected():
         sglang_cpu_platform.activate()
     _register_hooks(active_hooks())
