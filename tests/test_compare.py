@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from agentserve.audit.counters import SELECTIONS_REUSED
 from agentserve.cli.compare import command
+from agentserve.cli.report_facts import EVICTED as POLICY_EVICTED
 from eval.compare import CompareError, compare
+from eval.compare.doubts import EVICTED, REUSED, index_reuse, policy
 from eval.compare.paired import FEWEST_SESSIONS, differences, draws, weighted_percentile
 from eval.report.load import Run
 from tests.test_report_output import write_run
@@ -145,6 +148,23 @@ def test_other_differences_are_shown() -> None:
     result = compare(runs, ["a", "b"])
     assert {doubt.what for doubt in result.doubts} == {"page size", "concurrency", "KV capacity", "completeness"}
     assert result.server_differences == {"radix_eviction_policy": ["lru", "lfu"]}
+
+
+def test_index_reuse_and_policy_are_told_by_counters() -> None:
+    assert REUSED == SELECTIONS_REUSED
+    assert EVICTED == POLICY_EVICTED
+    lru, reused = 'agentserve_evicted_tokens_total{policy="lru",victim="ended"} 5.0\n', f"{REUSED} 7.0\n"
+    live = server(args={"radix_cache_backend": "agentserve"})
+    plain = run(records(500, 1.0), server=live)._replace(metrics=("", lru))
+    other = run(records(500, 1.0), server=live)._replace(metrics=("", lru.replace("lru", "gittins") + reused))
+    found = {doubt.what: doubt for doubt in compare([plain, other], ["a", "b"]).doubts}
+    assert found["index reuse"].values == ["off", "on"]
+    assert found["policy"].values == ["lru", "gittins"]
+    assert {doubt.level for doubt in found.values()} == {"warn"}
+    before = other._replace(metrics=(reused, reused))
+    assert index_reuse(before) == "off"
+    assert index_reuse(run(records(500, 1.0))) == "unknown"
+    assert policy(run(records(500, 1.0))) == "SGLang's own"
 
 
 def test_nothing_to_pair() -> None:

@@ -55,12 +55,14 @@ def command(
     from agentserve.audit.recorded import audit_of_run
     from eval.report import ReportError, Slo, load_run, render_terminal, summarize
     from eval.report.markdown import render_markdown
+    from traces.replay.metrics import MetricsError, read_metrics
 
     for name, path, off in (("html", html_out, no_html), ("md", md_out, no_md)):
         if off and path is not None:
             raise click.UsageError(f"--{name} and --no-{name} exclude each other")
     try:
         loaded = load_run(run)
+        samples = read_metrics(run)
         report = summarize(
             loaded.header,
             loaded.records,
@@ -72,7 +74,7 @@ def command(
             audit=audit_of_run(loaded.header.server.args, loaded.metrics),
             texts=loaded.texts,
         )
-    except ReportError as error:
+    except (ReportError, MetricsError) as error:
         raise click.ClickException(str(error)) from None
     if what_if_s > 0:
         found = _what_if(loaded, report, what_if_s, more_gb, bytes_per_token)
@@ -94,7 +96,7 @@ def command(
         from eval.report.html import render_html
 
         page_file = run / "report.html" if html_out is None else Path(html_out)
-        _write(page_file, render_html(report, loaded.records, loaded.kv_events), "--html PATH or --no-html")
+        _write(page_file, render_html(report, loaded.records, loaded.kv_events, samples), "--html PATH or --no-html")
         click.echo(f"HTML: {page_file}", err=to_stdout)
 
 

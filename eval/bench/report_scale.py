@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import numpy as np
 
 from eval.bench.simulator_workload import workload_from_sessions
 from radix_cache.attribution import Attribution
@@ -46,15 +47,17 @@ Op = tuple[Literal["store", "remove"], int, tuple[tuple[int, int], ...]] | tuple
 
 
 def as_run(
-    workload: Workload, outcome: Outcome, found: list[Attribution]
+    workload: Workload, outcome: Outcome, found: list[Attribution], *, seconds: bool = False
 ) -> tuple[RunHeader, list[RequestRecord], KvEvents]:
-    """A simulated run as a recorded one. Its clock is the simulator's count of events, so that nothing happens at once.
+    """A simulated run as a recorded one.
 
     Args:
         workload: what was played.
         outcome: of ``simulate(..., log_evictions=True)``, without a host tier.
         found: of ``explain``; theory is taken from it.
+        seconds: with the simulator's times; else its clock is the count of events. In both nothing happens at once.
     """
+    clock = _Clock(outcome, seconds)
     pages = Replayed(workload, outcome)
     flows, sessions, fates = workload.flows, workload.sessions, outcome.fates
     records: list[RequestRecord] = []
@@ -65,12 +68,13 @@ def as_run(
         session = int(flows[flow]["session"])
         name = MAIN_FLOW if flow == sessions[session]["first_flow"] else f"agent_{flow}"
         key = (workload.session_ids[session], name, number - int(flows[flow]["first"]))
-        start, ready = float(fate["start_stamp"]), float(fate["ready_stamp"])
+        ready, start, done = clock.at(fate, "ready"), clock.at(fate, "start"), clock.at(fate, "done")
+        first_token = max(float(fate["first_token"]), start + 0.6 * clock.step) if seconds else start + 0.6
         best = found[number].aligned
         records.append(
             RequestRecord(
-                session=key[0], flow=key[1], turn=key[2], ready_s=ready, sent_s=ready, first_token_s=start + 0.6,
-                done_s=float(fate["done_stamp"]), think_s=_waited(workload, outcome, number),
+                session=key[0], flow=key[1], turn=key[2], ready_s=ready, sent_s=ready,
+                first_token_s=min(first_token, done), done_s=done, think_s=_waited(workload, outcome, number, clock),
                 prompt_tokens=int(request["prompt"]), prompt_tokens_reported=int(request["prompt"]),
                 output_tokens_wanted=max(1, int(request["output"])), output_tokens=max(1, int(request["output"])),
                 cached_tokens=int(fate["hit"]), session_lcp=best, session_output_lcp=best, shared_lcp=best,
@@ -84,22 +88,42 @@ def as_run(
         ops: list[Op] = [*pages.evictions(number), ("store", 1, _pairs(prompt))]
         steps.append((start, ops))
         if len(answer) and outcome.setting.insert_output:
-            steps.append((float(fate["done_stamp"]), [("store", 1, _pairs(answer))]))
+            steps.append((done, [("store", 1, _pairs(answer))]))
     batches = [
-        EventBatch(seq=seq, ts=at + 0.5, at=at + 0.5, ops=tuple(done))
-        for seq, (at, done) in enumerate(sorted(steps, key=lambda step: step[0]))
+        EventBatch(seq=seq, ts=at + clock.step / 2, at=at + clock.step / 2, ops=tuple(ops))
+        for seq, (at, ops) in enumerate(sorted(steps, key=lambda step: step[0]))
     ]
     header = EventHeader(header=1, endpoint="simulator", page_size=workload.page_size, pair_keys=False, emptied=True)
     return _header(workload, outcome), sorted(records, key=lambda r: r.done_s), KvEvents(header, batches, paths)
 
 
-def _waited(workload: Workload, outcome: Outcome, number: int) -> float:
+class _Clock:
+    """Times of the simulator's stamps, no two the same and ``step`` or more apart."""
+
+    def __init__(self, outcome: Outcome, seconds: bool) -> None:
+        self.step = 1e-6 if seconds else 1.0
+        self._times: dict[int, float] | None = None
+        if seconds:
+            fates: Any = outcome.fates
+            kinds = ("ready", "start", "done")
+            stamps = np.concatenate([fates[f"{kind}_stamp"] for kind in kinds])
+            times = np.concatenate([fates[kind] for kind in kinds])
+            order = np.argsort(stamps, kind="stable")
+            later = np.maximum.accumulate(times[order]) + self.step * np.arange(len(order))
+            self._times = dict(zip(stamps[order].tolist(), later.tolist(), strict=True))
+
+    def at(self, fate: Any, kind: Literal["ready", "start", "done"]) -> float:
+        stamp = int(fate[f"{kind}_stamp"])
+        return float(stamp) if self._times is None else self._times[stamp]
+
+
+def _waited(workload: Workload, outcome: Outcome, number: int, clock: _Clock) -> float:
     """From the end of the request that this one follows to its being ready; 0 for a session's first."""
     flow: Any = workload.flows[int(workload.requests[number]["flow"])]
     before = number - 1 if number != int(flow["first"]) else int(flow["spawn"])
     if before < 0:
         return 0.0
-    return float(outcome.fates[number]["ready_stamp"] - outcome.fates[before]["done_stamp"])
+    return clock.at(outcome.fates[number], "ready") - clock.at(outcome.fates[before], "done")
 
 
 def _pairs(ranges: Any) -> tuple[tuple[int, int], ...]:

@@ -6,12 +6,14 @@ explain it. The server's own arguments are listed where they differ.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from eval.compare.schema import Doubt
 from eval.report.completeness import status_of
 from eval.report.load import Run
+from traces.replay.metrics import counters_of, total
 from traces.replay.record import RunHeader
 
 # Differ from start to start, and mean nothing.
@@ -19,6 +21,11 @@ _ALWAYS_DIFFERENT = (
     "startup_time", "launch_command", "port", "nccl_port", "random_seed", "kv_events_config", "log_file", "host",
     "last_gen_throughput", "token_capacity", "status", "internal_states",
 )  # fmt: skip
+
+
+# Counters of agentserve/runtime; ``tests/test_compare.py`` compares them with the audit's.
+REUSED = "agentserve_index_selections_reused_total"
+EVICTED = "agentserve_evicted_tokens_total"
 
 
 class _Rule(NamedTuple):
@@ -74,6 +81,14 @@ def doubts(runs: Sequence[Run]) -> list[Doubt]:
         values = [str(rule.value(run.header)) for run in runs]
         if len(set(values)) > 1:
             found.append(Doubt(level=rule.level, what=rule.what, values=values, text=rule.text))
+    for what, told, text in (
+        ("index reuse", index_reuse, "layers that take over a selection read other blocks, so answers can differ: a"
+         " gain in time counts only beside what the answers are worth"),
+        ("policy", policy, "another rule of what goes first"),
+    ):  # fmt: skip
+        said = [told(run) for run in runs]
+        if len(set(said)) > 1:
+            found.append(Doubt(level="warn", what=what, values=said, text=text))
     ends = [status_of(run.events) for run in runs]
     if set(ends) != {"finished"}:
         found.append(
@@ -85,6 +100,31 @@ def doubts(runs: Sequence[Run]) -> list[Doubt]:
             )
         )
     return sorted(found, key=lambda doubt: doubt.level != "refuse")
+
+
+def index_reuse(run: Run) -> str:
+    """Whether layers took over selections during the run; no argument of a server tells it, only its counter."""
+    if run.metrics is None:
+        return "unknown"
+    before, after = (total(_counters(text), REUSED) or 0.0 for text in run.metrics)
+    return "on" if after > before or 0 < after < before else "off"  # fewer: the server was started again
+
+
+def policy(run: Run) -> str:
+    """Which eviction policy of agentserve the server ran; SGLang's own is among its arguments."""
+    args = run.header.server.args
+    if args.get("radix_cache_backend") != "agentserve":
+        return "SGLang's own"
+    series = "" if run.metrics is None else next((s for s in _counters(run.metrics[1]) if s.startswith(EVICTED)), "")
+    named = re.search(r'policy="([^"]*)"', series)
+    return named[1] if named else "agentserve's, not told which"
+
+
+def _counters(text: str) -> dict[str, float]:
+    try:
+        return counters_of(text)
+    except ValueError:
+        return {}  # the report of that run says that its counters cannot be read
 
 
 def server_differences(runs: Sequence[Run]) -> dict[str, list[str]]:

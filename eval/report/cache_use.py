@@ -1,8 +1,8 @@
-"""What the recorded cache events say over time: how full the cache was, and whose pages left it. Pure."""
+"""What was recorded of the cache over time: how full it was, and whose pages left it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,14 +11,18 @@ import numpy.typing as npt
 
 from radix_cache.attribution.pages import DEVICE
 from traces.replay.events import KvEvents
+from traces.replay.metrics import Sample, over_time
 from traces.replay.record import RequestRecord
 
 NOBODY = -1
+USED_TOKENS = "sglang:num_used_tokens"  # what running requests hold; what could be evicted is no part of it
 
 
 class Use(NamedTuple):
-    """Cached tokens on the device after each batch of events."""
+    """Tokens on the device over time."""
 
+    title: str
+    definition: str
     at_s: npt.NDArray[np.float64]  # run's clock, seconds
     tokens: npt.NDArray[np.int64]
 
@@ -42,32 +46,52 @@ def cache_use(events: KvEvents) -> Use:
                 stores = op[0] == "store"
                 for first, count in op[2]:
                     part = held[first : first + count]
-                    changed = count - int(part.sum()) if stores else -int(part.sum())
+                    before = int(np.count_nonzero(part))
+                    now += count - before if stores else -before
                     part[:] = stores
-                    now += changed
         at.append(batch.at)
         used.append(now * events.header.page_size)
-    return Use(np.array(at, dtype=np.float64), np.array(used, dtype=np.int64))
+    return Use(
+        "in the cache",
+        "tokens in the device's cache after each batch of cache events",
+        np.array(at, dtype=np.float64),
+        np.array(used, dtype=np.int64),
+    )
+
+
+def held_by_requests(samples: Sequence[Sample]) -> Use | None:
+    """KV that running requests hold, as the server's gauge has it; None where it was not sampled."""
+    found = over_time(list(samples), USED_TOKENS)
+    if not found:
+        return None
+    at, tokens = zip(*found, strict=True)
+    return Use(
+        "held by requests",
+        f"tokens that running requests hold ({USED_TOKENS}, sampled)",
+        np.array(at, dtype=np.float64),
+        np.array(tokens, dtype=np.int64),
+    )
 
 
 def evictions(events: KvEvents, records: Sequence[RequestRecord]) -> list[Evicted]:
     """What left the device, batch by batch and session by session; pages of no recorded request are left out."""
     names, owner = _owners(events, records)
-    found: list[Evicted] = []
-    for batch in events.batches:
-        lost: dict[int, int] = {}
+    edges = np.flatnonzero(owner[1:] != owner[:-1])  # last pages of runs of one owner
+    lost: dict[tuple[int, int], int] = {}  # batch, session -> pages
+    for number, batch in enumerate(events.batches):
         for op in batch.ops:
             if op[0] != "remove" or op[1] != DEVICE:
                 continue
             for first, count in op[2]:
-                for session, pages in _runs(owner[first : first + count]):
-                    lost[session] = lost.get(session, 0) + pages
-        found += [
-            Evicted(batch.at, names[session], pages * events.header.page_size)
-            for session, pages in lost.items()
-            if session != NOBODY
-        ]
-    return found
+                inside = edges[edges.searchsorted(first) : edges.searchsorted(first + count - 1)].tolist()
+                for start, end in pairwise((first, *(edge + 1 for edge in inside), first + count)):
+                    key = (number, int(owner[start]))
+                    lost[key] = lost.get(key, 0) + end - start
+    return [
+        Evicted(events.batches[number].at, names[session], pages * events.header.page_size)
+        for (number, session), pages in lost.items()
+        if session != NOBODY
+    ]
 
 
 def _owners(events: KvEvents, records: Sequence[RequestRecord]) -> tuple[list[str], npt.NDArray[np.int32]]:
@@ -84,12 +108,6 @@ def _owners(events: KvEvents, records: Sequence[RequestRecord]) -> tuple[list[st
             if part[-1] == NOBODY:  # most of a prompt is its predecessor's
                 part[part == NOBODY] = session
     return list(numbers), owner
-
-
-def _runs(values: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
-    """Runs of equal values: (value, how many)."""
-    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
-    yield from ((int(values[start]), end - start) for start, end in pairwise(edges) if start < end)
 
 
 def _page_count(events: KvEvents) -> int:

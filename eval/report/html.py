@@ -33,20 +33,27 @@ from eval.report.text import (
     within,
 )
 from traces.replay.events import KvEvents
+from traces.replay.metrics import Sample
 from traces.replay.record import RequestRecord
 
 SESSIONS_SHOWN = 500  # rows of the session table; the JSON has all
 
 
-def render_html(report: Report, records: Sequence[RequestRecord], events: KvEvents | None = None) -> str:
+def render_html(
+    report: Report,
+    records: Sequence[RequestRecord],
+    events: KvEvents | None = None,
+    samples: Sequence[Sample] = (),
+) -> str:
     """The whole page.
 
     Args:
         report: the summary of ``records``.
         records: the run's records, as read.
         events: the run's cache events, if any were recorded.
+        samples: the server's counters during the run, if any were taken.
     """
-    drawn = figures(report, records, events)
+    drawn = figures(report, records, events, samples)
     by_key = {figure.key: figure for figure in drawn}
     wide = [_figure(by_key[key]) for key in ("waterfall", "over_time")]
     small = [_figure(f) for f in drawn if f.key in ("ttft", "latency")]

@@ -25,12 +25,12 @@ def as_ranges(pairs: Iterable[Iterable[int]]) -> Ranges:
     Raises:
         ValueError: not pairs, a negative number, or a count below 1.
     """
-    ranges = np.array([tuple(pair) for pair in pairs], dtype=np.int64)
-    if not len(ranges):
+    parts = [tuple(pair) for pair in pairs]
+    if not parts:
         return np.empty((0, 2), dtype=np.int64)
-    if ranges.ndim != 2 or ranges.shape[1] != 2 or ranges[:, 0].min() < 0 or ranges[:, 1].min() < 1:
+    if any(len(part) != 2 or part[0] < 0 or part[1] < 1 for part in parts):
         raise ValueError("page ranges must be pairs of a first number >= 0 and a count >= 1")
-    return ranges
+    return np.array(parts, dtype=np.int64)
 
 
 def length(ranges: Ranges) -> int:
@@ -148,7 +148,8 @@ class PageState:
         ]
 
     def _slices(self, ranges: Ranges) -> Iterator[slice]:
-        if len(ranges):
-            self.reserve(int((ranges[:, 0] + ranges[:, 1]).max()))
-        for first, count in ranges.tolist():
+        parts = ranges.tolist()  # few: a reduction by numpy would cost more than all of them
+        if parts:
+            self.reserve(max(first + count for first, count in parts))
+        for first, count in parts:
             yield slice(first, first + count)

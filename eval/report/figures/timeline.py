@@ -19,6 +19,7 @@ from eval.report.figures.base import (
     GREEN,
     GREY,
     ORANGE,
+    PINK,
     SKY,
     VERMILLION,
     Figure,
@@ -101,7 +102,7 @@ def over_time(
     records: Sequence[RequestRecord],
     population: Sequence[RequestRecord],
     page: int,
-    use: Use | None = None,
+    uses: Sequence[Use] = (),
 ) -> Figure:
     """Hit rate of the requests sent in each interval, above running sessions and requests, and cached tokens."""
     start, end = min(r.sent_s for r in records), max(r.done_s for r in records)
@@ -110,8 +111,8 @@ def over_time(
     centre = (edges[:-1] + edges[1:]) / 2
     sent = np.array([r.sent_s for r in population])
     prompt, _ = np.histogram(sent, edges, weights=[r.prompt_tokens for r in population])
-    drawn_use = use is not None and len(use.at_s) > 0
-    heights = [0.5, 0.25, 0.25] if drawn_use else [0.64, 0.36]
+    uses = [use for use in uses if len(use.at_s)]
+    heights = [0.5, 0.25, 0.25] if uses else [0.64, 0.36]
     plot = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, row_heights=heights, vertical_spacing=0.06)
     plot.update_layout(template="none", hovermode="x unified")
     lines = [(d.ALIGNED, ORANGE, "dash"), (d.READY, GREEN, "dot")]
@@ -151,7 +152,7 @@ def over_time(
             row=2,
             col=1,
         )
-    used = "" if use is None or not drawn_use else _draw_use(plot, use, report, start)
+    used = _draw_uses(plot, uses, report, start) if uses else ""
     plot.update_yaxes(title_text="hit rate", ticksuffix=" %", row=1, col=1)
     plot.update_yaxes(title_text="running", rangemode="tozero", row=2, col=1)
     plot.update_xaxes(title_text="seconds since the start", row=len(heights), col=1)
@@ -162,34 +163,34 @@ def over_time(
         " sessions between their first request and their last answer, and requests sent and not yet ended, mean over an"
         f" interval.{used}",
         plot,
-        560 if drawn_use else 460,
+        560 if uses else 460,
     )
 
 
-def _draw_use(plot: go.Figure, use: Use, report: Report, start: float) -> str:
-    """Cached tokens; returns what the definition says of them."""
-    at = np.array(spread(list(range(len(use.at_s))), USE_POINTS))
-    plot.add_trace(
-        go.Scatter(
-            x=np.maximum(use.at_s[at], start),
-            y=use.tokens[at],
-            name="cached tokens",
-            mode="lines",
-            line={"color": GREEN, "width": 1.5, "shape": "hv"},
-            hovertemplate="%{y:,} cached tokens",
-        ),
-        row=3,
-        col=1,
-    )
+def _draw_uses(plot: go.Figure, uses: Sequence[Use], report: Report, start: float) -> str:
+    """Tokens on the device; returns what the definition says of them."""
+    told = []
+    for use, (colour, dash) in zip(uses, ((GREEN, "solid"), (PINK, "dot")), strict=False):
+        at = np.array(spread(list(range(len(use.at_s))), USE_POINTS))
+        plot.add_trace(
+            go.Scatter(
+                x=np.maximum(use.at_s[at], start),
+                y=use.tokens[at],
+                name=use.title,
+                mode="lines",
+                line={"color": colour, "width": 1.5, "shape": "hv", "dash": dash},
+                hovertemplate=f"%{{y:,}} tokens {use.title}",
+            ),
+            row=3,
+            col=1,
+        )
+        told.append(f"{use.title}: {use.definition}.{left_out(len(at), len(use.at_s), 'moments')}")
     capacity = report.run.kv_capacity_tokens
     if capacity is not None:
         plot.add_hline(y=capacity, line={"color": GREY, "dash": "dash", "width": 1.5}, row=3, col=1)
-    plot.update_yaxes(title_text="cached", rangemode="tozero", tickformat="~s", row=3, col=1)
-    limit = "" if capacity is None else f"; the dashed line is its capacity of {count(capacity)} tokens"
-    return (
-        " Bottom: tokens in the device's cache after each batch of cache events"
-        f"{limit}.{left_out(len(at), len(use.at_s), 'batches')}"
-    )
+        told.append(f"The dashed line is the capacity of {count(capacity)} tokens.")
+    plot.update_yaxes(title_text="KV tokens", rangemode="tozero", tickformat="~s", row=3, col=1)
+    return " Bottom, " + " ".join(told)
 
 
 def session_timeline(report: Report, records: Sequence[RequestRecord], evicted: Sequence[Evicted]) -> Figure:

@@ -1,0 +1,106 @@
+"""The report's page in a real browser: ``python -m eval.bench.report_screenshots`` checks it and takes the pictures of
+``docs/screenshots``.
+
+The run is a generated trace played by the simulator in too small a cache, written as a replay writes it: nobody's data.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+from PIL import Image
+
+from agentserve.cli.report import command as report
+from agentserve.shapes.published import M3_CONFIG
+from eval.bench.browser import Browser, BrowserError
+from eval.bench.report_scale import as_run, write_run
+from eval.bench.simulator_workload import workload_from_sessions
+from offload.state import bytes_per_token, prefix_state_planes
+from radix_cache.attribution.simulated import explain
+from radix_cache.simulator import Setting, simulate
+from traces.readers import open_trace
+
+WIDTHS = (1280, 390)  # CSS pixels: a laptop, a phone
+TRACE = "generated:sessions=24,seed=7"
+LARGEST = 300_000  # bytes of a picture in the repository
+_COLOURS = 40
+
+
+def demo_run(folder: Path, *, trace: str = TRACE, clients: int = 8, of_live: float = 0.8) -> Path:
+    """Write the run directory of a generated trace in a cache of ``of_live`` times the live contexts."""
+    workload = workload_from_sessions(open_trace(trace), page_size=64)
+    setting = Setting(sessions=clients, think_cap=120.0)
+    capacity = int(of_live * simulate(workload, setting).mean_context)
+    outcome = simulate(
+        workload, Setting(sessions=clients, think_cap=120.0, capacity=capacity, truncate=False), log_evictions=True
+    )
+    header, records, events = as_run(workload, outcome, explain(workload, outcome), seconds=True)
+    header = header.model_copy(
+        update={"run_id": "demo", "trace": trace, "trace_format": "generated", "started_unix": 1_767_225_600.0}
+    )
+    write_run(folder, header, records, events)
+    return folder
+
+
+def page_of(run: Path) -> Path:
+    """Write the run's report; returns its page. A token's bytes are those of M3 in bfloat16."""
+    planes = prefix_state_planes(M3_CONFIG, kv_dtype="bfloat16", index_dtype="bfloat16", tp=1)
+    page = run / "report.html"
+    arguments = [str(run), "--bytes-per-token", str(bytes_per_token(planes)), "--slo-ttft", "5", "--html", str(page)]
+    report.main([*arguments, "--json", str(run / "report.json")], standalone_mode=False)
+    return page
+
+
+def look(browser: Browser, page: Path, width: int) -> list[str]:
+    """Show the page at a width; returns what is wrong with it."""
+    browser.resize(width, 900)
+    browser.open(page)
+    wrong = [f"console, {message.level}: {message.text}" for message in browser.messages() if message.level != "INFO"]
+    wrong += [f"asked for {url}" for url in browser.outside()]
+    wide, shown = browser.run("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    if wide > shown:
+        wrong.append(f"{wide} pixels wide at {shown}")
+    empty = browser.run(
+        "return [...document.querySelectorAll('.plot')].filter(p => !p.querySelector('.main-svg')).map(p => p.id)"
+    )
+    return wrong + [f"figure {key} is empty" for key in empty]
+
+
+def compressed(png: bytes) -> bytes:
+    """The picture with few colours: lines and text need no more."""
+    out = io.BytesIO()
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    image.quantize(colors=_COLOURS, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+@click.command()
+@click.option("--out", default="docs/screenshots", show_default=True, type=click.Path(file_okay=False, path_type=Path))
+def main(out: Path) -> None:
+    """Make a report of a simulated run, look at it in headless Chromium, and take a picture a width."""
+    out.mkdir(parents=True, exist_ok=True)
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        page = page_of(demo_run(Path(folder) / "run"))
+        try:
+            with Browser() as browser:
+                for width in WIDTHS:
+                    wrong += [f"{width} px: {fault}" for fault in look(browser, page, width)]
+                    picture = compressed(browser.screenshot())
+                    (out / f"report-{width}.png").write_bytes(picture)
+                    click.echo(f"{out / f'report-{width}.png'}: {len(picture):,} bytes")
+                    if len(picture) > LARGEST:
+                        wrong.append(f"{width} px: the picture has {len(picture):,} bytes")
+        except BrowserError as error:
+            raise click.ClickException(str(error)) from None
+    for fault in wrong:
+        click.echo(fault, err=True)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
