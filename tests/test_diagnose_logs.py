@@ -282,7 +282,9 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(command, [str(log)])
     assert result.exit_code == 0, result.output
-    assert "2 calls in 1 conversations; 1 continue an earlier one: 1 append to it, 0 do not" in result.stdout
+    assert "2 calls, conversations: 1; 1 continue an earlier call: 1 append to it, 0 do not" in " ".join(
+        result.stdout.split()
+    )
     for number, reason in ((2, "not a JSON object"), (4, "field 'role' is missing"), (5, "'messages' is no list")):
         assert f"skipped: {log}:{number}: " in result.stderr
         assert reason in result.stderr
@@ -305,6 +307,18 @@ def test_what_cannot_be_read_is_a_clear_error(content: str, arguments: list[str]
     assert result.exit_code != 0
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_folder_is_its_files_and_a_log_goes_on_in_the_next_file(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "deep" / "1.jsonl", [line(FIRST, THINKS)])
+    write(tmp_path / "deep" / "2.jsonl", [line(FAULTS["think_dropped"], answer(2))])
+    found = run(tmp_path)
+    assert (found["calls"], found["conversations"]) == (2, 1)
+    assert [turn["follows"] for turn in found["broken"]] == [f"{tmp_path}/deep/1.jsonl:1"]
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(command, [str(tmp_path / "empty")])
+    assert "no .jsonl file in it" in result.output
 
 
 def test_no_file() -> None:

@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from eval.diagnose.logs import FORMATS, LogError, read_log
+from eval.diagnose.logs import FORMATS, LogError, files_of, read_log
 from eval.diagnose.prompt import Tokenize
 from eval.diagnose.run import BrokenTurn, Diagnosis, MissedTurn, Template, diagnose_calls
 from eval.diagnose.template import TemplateError, load_served
@@ -39,8 +39,9 @@ def command(
 ) -> None:
     """Find where turns of chat logs stop matching their predecessors.
 
-    LOGS: requests of an OpenAI-compatible server as JSONL, Claude Code sessions, Codex sessions. A turn should begin
-    with the prompt and the answer before it; where it does not, the first difference and its probable cause are named.
+    LOGS: requests of an OpenAI-compatible server as JSONL, Claude Code sessions, Codex sessions; or folders of such
+    files. A turn should begin with the prompt and the answer before it; where it does not, the first difference and its
+    probable cause are named.
     """
     found = Diagnosis()
     try:
@@ -49,7 +50,7 @@ def command(
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("reading")
-            for log in logs:
+            for log in (file for path in logs for file in files_of(path)):
                 diagnose_calls(
                     read_log(log, found.skipped.append, log_format),
                     found,
@@ -110,7 +111,7 @@ def _shown(found: Diagnosis, examples: int) -> Group:
 
 def _summary(found: Diagnosis) -> str:
     text = (
-        f"{found.calls:,} calls in {found.conversations:,} conversations; {found.compared:,} continue an earlier one: "
+        f"{found.calls:,} calls, conversations: {found.conversations:,}; {found.compared:,} continue an earlier call: "
         f"{found.compared - len(found.broken):,} append to it, {len(found.broken):,} do not"
     )
     if found.prompt_tokens:

@@ -80,8 +80,8 @@ class Cause:
 class Diagnosis:
     """What a log says; ``as_dict`` is the JSON output, whose fields keep their meaning within a schema version."""
 
+    following: Conversations = field(default_factory=Conversations, repr=False)  # logs that continue each other
     calls: int = 0
-    conversations: int = 0
     compared: int = 0  # calls with a predecessor
     broken: list[BrokenTurn] = field(default_factory=list)
     missed: list[MissedTurn] = field(default_factory=list)
@@ -89,6 +89,10 @@ class Diagnosis:
     skipped: list[str] = field(default_factory=list)  # FILE:LINE: reason
     prompt_tokens: int = 0  # as servers counted, over the calls that say both
     cached_tokens: int = 0
+
+    @property
+    def conversations(self) -> int:
+        return self.following.count
 
     def ranked(self) -> list[Cause]:
         """Causes with the most lost first."""
@@ -122,23 +126,21 @@ def diagnose_calls(
 
     Args:
         calls: in order.
-        into: is added to, so that several logs make one diagnosis.
+        into: is added to, so that several logs make one diagnosis; a log may go on where the one before ended.
         template: renders messages as the server does; None: in a neutral form, and places are in characters.
         tokenize: of the server's tokenizer; None: no tokens, but where the log has them.
         progress: called after each call.
     """
-    conversations = Conversations()
     for call in calls:
         into.calls += 1
         if call.prompt_tokens is not None and call.cached_tokens is not None:
             into.prompt_tokens += call.prompt_tokens
             into.cached_tokens += call.cached_tokens
-        before = conversations.predecessor(call)
+        before = into.following.predecessor(call)
         if before is not None:
             into.compared += 1
             _compare(before, call, into, template, tokenize)
         progress()
-    into.conversations += conversations.count
     return into
 
 

@@ -10,10 +10,20 @@ from eval.diagnose.chat import Call
 from eval.diagnose.logs import claude_code, codex, requests
 from eval.diagnose.logs.base import LogError, LogFormat, Skip, read_lines
 
-__all__ = ["FORMATS", "LogError", "LogFormat", "read_log"]
+__all__ = ["FORMATS", "LogError", "LogFormat", "files_of", "read_log"]
 
 # Asked in order: the first that fits reads the file.
 FORMATS: tuple[LogFormat, ...] = (claude_code.FORMAT, codex.FORMAT, requests.FORMAT)
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file is itself; a directory is all ``.jsonl`` files below it, by name. Raises LogError for one without any."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.rglob("*.jsonl"))
+    if not found:
+        raise LogError(f"{path}: no .jsonl file in it or below")
+    return found
 
 
 def read_log(path: Path, skip: Skip, name: str | None = None) -> Iterator[Call]:

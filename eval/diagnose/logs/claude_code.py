@@ -93,13 +93,13 @@ class _Session:
         self._open = None
         if first["message"].get("model") == "<synthetic>":  # written by the client itself: an error, an abort
             return None
-        messages, compacted = self._path(field(first, "parentUuid", str))
+        messages, compacted, root = self._path(field(first, "parentUuid", str))
         blocks = [b for line in all_lines for b in field(line["message"], "content", list) or []]
         answer = tuple(anthropic_message("assistant", blocks))
         usage = field(all_lines[-1]["message"], "usage", dict) or {}
         cached = count(usage, "cache_read_input_tokens")
         prompt = count(usage, "input_tokens") + count(usage, "cache_creation_input_tokens") + cached
-        flow = first.get("agentId") or ("subagent" if first.get("isSidechain") is True else "")
+        flow = first.get("agentId") or (root if first.get("isSidechain") is True else "")
         return Call(
             where=where,
             request=Request(messages, compacted=compacted),
@@ -111,11 +111,13 @@ class _Session:
             model=str(first["message"].get("model") or ""),
         )
 
-    def _path(self, uuid: str | None) -> tuple[tuple[Message, ...], bool]:
-        """Messages from the root to ``uuid``; and whether a summary is among them."""
+    def _path(self, uuid: str | None) -> tuple[tuple[Message, ...], bool, str]:
+        """Messages from the root to ``uuid``; whether a summary is among them; and the root."""
         events: list[_Event] = []
         seen: set[str] = set()
+        root = ""
         while uuid is not None and uuid not in seen:
+            root = uuid
             seen.add(uuid)
             event = self._events.get(uuid)
             if event is None:
@@ -132,7 +134,7 @@ class _Session:
                     made.append(message)
             if event.messages:
                 before = event.answer
-        return tuple(made), any(event.summary for event in events)
+        return tuple(made), any(event.summary for event in events), root
 
 
 def _joined(one: Message, other: Message) -> Message:
