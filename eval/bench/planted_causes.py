@@ -306,6 +306,18 @@ def as_markdown(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def store(results: Sequence[Result], out: Path) -> None:
+    """Write results, in place of earlier ones of the same plants."""
+    document = as_json(results)
+    if out.exists():
+        mine = {result.plant for result in results}
+        kept = [row for row in json.loads(out.read_text())["runs"] if row["plant"] not in mine]
+        document["runs"] = kept + document["runs"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=2) + "\n")
+    out.with_suffix(".md").write_text(as_markdown(document))
+
+
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(list(BENCHES)), help="Some of them; others stay in --out.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON here, Markdown beside it.")
@@ -318,19 +330,12 @@ def main(only: tuple[str, ...], out: Path | None, keep: Path | None) -> None:
         checkpoint = write_tiny_checkpoint(folder / "m3")
         for name in only or BENCHES:
             (folder / name).mkdir(parents=True)
-            for result in BENCHES[name](folder / name, checkpoint):
-                results.append(result)
+            made = BENCHES[name](folder / name, checkpoint)
+            results += made
+            for result in made:
                 click.echo(json.dumps({**result._asdict(), "off_by": round(result.off_by, 4), "good": result.good}))
-    if out is not None:
-        document = as_json(results)
-        if out.exists():
-            mine = {result.plant for result in results}
-            document["runs"] = [r for r in json.loads(out.read_text())["runs"] if r["plant"] not in mine] + document[
-                "runs"
-            ]
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=2) + "\n")
-        out.with_suffix(".md").write_text(as_markdown(document))
+            if out is not None:
+                store(made, out)
     sys.exit(0 if all(result.good for result in results) else 1)
 
 

@@ -64,7 +64,7 @@ def changes(found: AttributionReport) -> str:
             "",
             (
                 text(f"{row.session} / {row.flow} / turn {row.turn}"),
-                row.kind,
+                text(row.kind if row.cause is None else f"{row.kind}: {row.cause_title}"),
                 count(row.at_token),
                 count(row.dropped_tokens),
             ),
