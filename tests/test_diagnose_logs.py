@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from agentserve.checkpoint.tokenizer import write_tokenizer
 from agentserve.cli.diagnose import command
+from eval.diagnose import Tokens
+from eval.diagnose.chat import Call, Request
 from eval.diagnose.logs import FORMATS, LogError, read_log
-from eval.diagnose.run import Diagnosis, diagnose_calls
+from eval.diagnose.run import Diagnosis, compare, diagnose_calls
 
 SYSTEM = {"role": "system", "content": "You are a coding agent."}
 TOOLS = [{"type": "function", "function": {"name": "ls", "parameters": {"type": "object", "properties": {}}}}]
@@ -159,6 +162,23 @@ def test_sglangs_own_request_log_gives_tokens(tmp_path: Path) -> None:
     (broken,) = found["broken"]
     assert (broken["cause"], broken["unit"], broken["at"], broken["lost"]) == ("retokenised", "token", 40, 2)
     assert (found["prompt_tokens"], found["cached_tokens"]) == (84, 40)
+
+
+def test_tokens_that_join_where_prompt_and_answer_meet() -> None:
+    """A model that went on from "hel" with "lo": the whole text is tokenised as "hello"."""
+
+    def tokenize(text: str) -> Tokens:
+        found = list(re.finditer(r"\w+|\s", text))
+        return Tokens([hash(m[0]) for m in found], [m.end() for m in found])
+
+    first = Call("log:1", Request(text="say hel"), answer_text="lo there")
+    second = Call("log:2", Request(text="say hello there and more"))
+    assert compare(first, second) is None  # the text goes on
+    broken = compare(first, second, tokenize=tokenize)
+    assert broken is not None
+    assert (broken.cause, broken.place.unit, broken.place.at, broken.place.lost) == ("retokenised", "token", 2, 4)
+    apart = Call("log:1", Request(text="say "), answer_text="hello there")
+    assert compare(apart, second, tokenize=tokenize) is None
 
 
 def claude(uuid: str, parent: str | None, kind: str, content: Any, second: int = 0, **more: Any) -> dict[str, Any]:
