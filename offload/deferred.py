@@ -6,7 +6,7 @@ or go on with it, and then a longer prefix is stored. Until then the prefix is t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Deferred:
 
     request: str
     flow: Hashable
-    tokens: list[int]
+    tokens: Sequence[int]
     start: int
     node: Any
     extra: tuple[str | None, str | None]

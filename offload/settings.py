@@ -29,6 +29,7 @@ class OffloadSettings:
         load_deadline: after it a load is given up, its slots are quarantined and the prefix is recomputed. The
             scheduler waits for a load, so this is also the longest pause of all other requests.
         store_deadline: after it a store is given up and its tokens may be evicted again.
+        store_delay: with one of our policies, between the end of a request and the decision what of it to store.
         ping_interval: between two signs of life asked of the daemon.
         ping_deadline: how long such a sign may take before the daemon counts as lost.
         register_deadline: how long registering the KV cache with the daemon may take.
@@ -42,6 +43,7 @@ class OffloadSettings:
     lookup_deadline: float = 2.0
     load_deadline: float = 5.0
     store_deadline: float = 10.0
+    store_delay: float = 1.0
     ping_interval: float = 1.0
     ping_deadline: float = 2.0
     register_deadline: float = 10.0

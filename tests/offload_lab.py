@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
-from agentserve.runtime import sglang_plugin  # noqa: E402
+from agentserve.runtime import sglang_lmcache_pool, sglang_plugin, speculation  # noqa: E402
 from offload.settings import OffloadSettings  # noqa: E402
 
 PAGE = 128
@@ -33,10 +33,11 @@ CHUNK = 256
 
 
 def apply_hooks() -> None:
-    """Put offloading's hooks in place in this process, once."""
+    """Put offloading's hooks in place in this process, each once."""
     hooks = sglang_plugin.offload_hooks()
-    if not all(hook.target in HookRegistry._patched for hook in hooks):
-        sglang_plugin._register_hooks(hooks)
+    missing = tuple(hook for hook in hooks if hook.target not in HookRegistry._patched)
+    if missing:
+        sglang_plugin._register_hooks(missing)
         HookRegistry.apply_hooks()
     sglang_plugin.require_applied(hooks)
 
@@ -62,10 +63,28 @@ def m3_pool(size: int, dtype: torch.dtype = torch.float32, seed: int | None = No
     return pool
 
 
+def draft_pool(size: int) -> Any:
+    """The pool of a draft of one layer, with other heads than the target's."""
+    from agentserve.runtime.sglang_eagle3_pool import PlainKVPool
+
+    return PlainKVPool(
+        size=size,
+        page_size=PAGE,
+        dtype=torch.float32,
+        head_num=4,
+        head_dim=32,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
 def tensors(pool: Any) -> list[torch.Tensor]:
-    """K, V, index K and index V of the pool, found without the code under test."""
+    """K, V, index K and index V of the pool, and K and V of its draft, found without the code under test."""
     index = [*pool.index_k_pool.k_buffer, *pool.index_kv_pool.k_buffer, *pool.index_kv_pool.v_buffer]
-    return [*pool.main_pool.k_buffer, *pool.main_pool.v_buffer, *index]
+    draft = getattr(pool, "agentserve_draft", None)
+    drafts = [] if draft is None else [*draft.pool.k_buffer, *draft.pool.v_buffer]
+    return [*pool.main_pool.k_buffer, *pool.main_pool.v_buffer, *index, *drafts]
 
 
 def fill(pool: Any, seed: int) -> None:
@@ -106,10 +125,18 @@ class Lab:
         seed: int | None = 1,
         tp_rank: int = 0,
         tp_size: int = 1,
+        draft: Path | None = None,
     ) -> None:
-        apply_hooks()
         os.environ.update(settings.environment())
-        self.pool = m3_pool(size, seed=seed)
+        os.environ.pop(speculation.MODE_VARIABLE, None)
+        if draft is not None:
+            os.environ[speculation.MODE_VARIABLE] = "real"
+        apply_hooks()
+        self.pool = m3_pool(size)
+        if draft is not None:
+            sglang_lmcache_pool.attach_draft(self.pool, sglang_lmcache_pool.Draft(draft_pool(size), draft))
+        if seed is not None:
+            fill(self.pool, seed)
         self.allocator = PagedTokenToKVPoolAllocator(
             size, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=False
         )
@@ -179,6 +206,7 @@ class Lab:
         return slots
 
     def close(self) -> None:
+        os.environ.pop(speculation.MODE_VARIABLE, None)
         self.cache.shutdown()
 
 

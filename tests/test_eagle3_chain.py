@@ -128,7 +128,7 @@ def test_every_hook_resolves_and_replacements_have_upstreams_signature() -> None
 @pytest.mark.parametrize(
     ("target", "names"),
     [
-        ("sglang.srt.mem_cache.registry.create_unified_radix_cache", ["ctx", "cache_class"]),
+        ("sglang.srt.mem_cache.registry.create_tree_cache", ["ctx"]),
         (
             "sglang.srt.managers.scheduler_components.batch_result_processor."
             "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
 from agentserve.launch.daemon import Daemon, daemon_plan
 from agentserve.launch.host import free_port
 from offload.daemon import DaemonSpec
 from offload.settings import OffloadError, OffloadSettings
-from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, slack, tokens_of, wait_until
+from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, slack, tensors, tokens_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -90,6 +91,36 @@ def free_tokens(bench: Lab) -> int:
 
 def back_online(bench: Lab) -> None:
     wait_until(lambda: bench.connector.online, 120)
+
+
+def test_a_drafts_keys_and_values_belong_to_a_prefix(
+    settings: OffloadSettings, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    drafts = [write_tiny_eagle3(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    with lab(settings, tiny_checkpoint, draft=drafts[0]) as first:
+        assert len(tensors(first.pool)) == 14
+        ids, held = stored(first)
+    with lab(settings, tiny_checkpoint, seed=7, draft=drafts[0]) as again:
+        request = again.request("again", ids)
+        assert again.found(request) == 1024
+        slots = again.load(request)
+        assert slots is not None
+        assert same(rows(again.pool, slots), held)
+        # The draft's values are lost on the way: output could not change, but the prefix is not what was stored.
+        wait_for = again.connector._wait_for
+
+        def lossy(operation: Any, *rest: Any) -> bool:
+            done = bool(wait_for(operation, *rest))
+            tensors(again.pool)[-1][operation.device_indices] = 0
+            return done
+
+        again.connector._wait_for = lossy
+        request = again.request("lossy", ids)
+        assert again.found(request) == 1024
+        assert again.load(request) is None
+    for other in (drafts[1], None):
+        with lab(settings, tiny_checkpoint, draft=other) as another:
+            assert another.found(another.request("other", ids)) == 0
 
 
 def test_full_and_partial_prefixes_come_back_bit_for_bit_after_the_engine_restarted(

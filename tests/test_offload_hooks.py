@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,18 @@ from agentserve.runtime import torchvision_operators
 torchvision_operators.declare()
 
 from lmcache.integration.sglang import unified_lmcache_mp_connector as connector  # noqa: E402
+from lmcache.v1.distributed.api import _lookup_kv_ranks  # noqa: E402
+from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey  # noqa: E402
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule  # noqa: E402
+from lmcache.v1.multiprocess.modules.lookup import LookupModule  # noqa: E402
 from lmcache.v1.multiprocess.transfer_context import worker_transfer  # noqa: E402
+from sglang.srt.arg_groups import kv_cache_hook  # noqa: E402
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view  # noqa: E402
+from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache import memory_pool  # noqa: E402
 from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as cache  # noqa: E402
 
-from agentserve.runtime import sglang_lmcache_pool, sglang_plugin  # noqa: E402
+from agentserve.runtime import sglang_lmcache_draft, sglang_lmcache_pool, sglang_plugin  # noqa: E402
 from offload.settings import OffloadError  # noqa: E402
 from tests.offload_lab import m3_pool, tensors  # noqa: E402
 
@@ -56,6 +63,49 @@ def test_every_hook_resolves_and_says_why() -> None:
 )
 def test_upstream_still_does_what_we_rely_on(source: str, line: str) -> None:
     assert line in source
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topk", "seen"), [("EAGLE3", 1, None), ("EAGLE3", 2, "EAGLE3"), ("NGRAM", 1, "NGRAM")]
+)
+def test_the_refusal_is_lifted_for_a_linear_chain_only(algorithm: str, topk: int, seen: str | None) -> None:
+    arguments = SimpleNamespace(
+        enable_lmcache=True, speculative_algorithm=algorithm, speculative_eagle_topk=topk, _resolved_overrides=[]
+    )
+
+    def original(server_args: Any) -> None:
+        declare_resolution(server_args, "another", page_size=128)
+        assert resolving_view(server_args).speculative_algorithm == seen
+        raise ValueError("another check")
+
+    with pytest.raises(ValueError, match="another check"):
+        sglang_lmcache_draft.without_refusal(original, arguments)
+    assert resolving_view(arguments).speculative_algorithm == algorithm
+    assert resolving_view(arguments).page_size == 128
+
+
+def test_the_refusal_is_still_there_and_alone() -> None:
+    source = inspect.getsource(inspect.unwrap(kv_cache_hook.handle_cache_compatibility))
+    assert "LMCacheUnifiedRadixCache does not yet support speculative decoding" in source
+    assert source.count("speculative_algorithm") == 1
+    pools = inspect.getsource(Scheduler.init_memory_pools)
+    assert pools.index("self.draft_worker.alloc_memory_pool(") < pools.index(
+        "self.draft_worker.init_hicache_draft_plan("
+    )
+
+
+def test_a_key_of_one_rank_asks_for_its_shard_and_an_answer_comes_once() -> None:
+    """What one daemon a rank relies on."""
+
+    def ranks(worker: int | None) -> list[int]:
+        key = IPCCacheServerKey(
+            model_name="m", world_size=2, worker_id=worker, token_ids=(1,), start=0, end=1, request_id="r"
+        )
+        return list(_lookup_kv_ranks(key))
+
+    assert ranks(None) == [*ranks(0), *ranks(1)]
+    assert "exactly-once" in (LookupModule.query_prefetch_status.__doc__ or "")
+    assert "result = self._sync_leader_int(result)" in CONNECTOR
 
 
 def test_upstream_still_lacks_what_we_add() -> None:

@@ -35,8 +35,8 @@ def recipe(checkpoint: Path | str = "m3", **fields: Any) -> Recipe:
         ({"offload.http_port": 5555}, "both 5555"),
         ({"offload.memroy_gb": 3}, "did you mean 'memory_gb'"),
         ({"offload.load_deadline": 0}, "greater than 0"),
-        ({"radix.policy": "gittins"}, "SGLang's own radix policies only"),
-        ({"eagle3.draft": "draft"}, "SGLang refuses LMCache together with EAGLE3"),
+        ({"radix.disable": True}, "offload needs the radix cache"),
+        ({"eagle3.draft": "draft", "eagle3.radix_keys": "pair"}, "needs a radix tree keyed by tokens"),
         ({"extra_args": ["--enable-lmcache"]}, "set the field 'offload.backend' instead"),
     ],
 )

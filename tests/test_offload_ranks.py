@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from agentserve.launch.daemon import Daemon, daemon_plan
-from agentserve.launch.host import free_port, port_problem
+from agentserve.launch.host import free_port, free_ports
 from offload.daemon import DaemonSpec
 from offload.settings import OffloadSettings
 
@@ -256,11 +256,3 @@ def test_two_ranks_agree_on_every_outcome_with_one_daemon_and_with_one_each(
             assert seen["stored half"]
             assert (seen["half"], seen["half good"]) == (512, True)
         assert [daemon.starts for daemon in daemons] == [1, 2]
-
-
-def free_ports(count: int) -> int:
-    """The first of that many free ports in a row."""
-    while True:
-        first = free_port()
-        if all(port_problem("127.0.0.1", port) is None for port in range(first, first + count)):
-            return first

@@ -37,11 +37,12 @@ class Client:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=240)
 
-    def generate(self, ids: list[int]) -> Answer:
+    def generate(self, ids: list[int], *, new: int = NEW, **fields: Any) -> Answer:
         body = {
             "input_ids": ids,
-            "sampling_params": {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": new, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,
+            **fields,
         }
         response = self.http.post("/generate", json=body)
         response.raise_for_status()

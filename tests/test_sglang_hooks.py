@@ -132,14 +132,10 @@ def test_a_hook_that_could_not_be_applied_stops_the_server(monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match=r"not in place.*minimax_sparse_prefill"):
             sglang_plugin.require_applied()
         monkeypatch.setenv("AGENTSERVE_EAGLE3", "real")
-        with pytest.raises(
-            RuntimeError, match=r"minimax_sparse_prefill.*create_unified_radix_cache.*verify_tree_greedy"
-        ):
+        with pytest.raises(RuntimeError, match=r"minimax_sparse_prefill.*create_tree_cache.*verify_tree_greedy"):
             sglang_plugin.require_applied()
         monkeypatch.delenv("SGLANG_PLATFORM")
-        with pytest.raises(
-            RuntimeError, match=r"not in place: sglang.srt.mem_cache.registry.create_unified_radix_cache"
-        ):
+        with pytest.raises(RuntimeError, match=r"not in place: sglang.srt.mem_cache.registry.create_tree_cache"):
             sglang_plugin.require_applied()
     finally:
         HookRegistry._patched.update(applied)

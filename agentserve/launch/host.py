@@ -65,6 +65,14 @@ def raise_open_file_limit(target: int) -> tuple[int, int]:
     return (target if soft == unlimited else soft), (target if hard == unlimited else hard)
 
 
+def free_ports(count: int) -> int:
+    """The first of that many ports in a row that were free a moment ago."""
+    while True:
+        first = free_port()
+        if all(port_problem("127.0.0.1", port) is None for port in range(first, first + count)):
+            return first
+
+
 def port_problem(host: str, port: int) -> str | None:
     """Why a server could not listen on host:port, naming the process that does; None if it can."""
     try:

@@ -33,6 +33,7 @@ class Offload(BaseModel):
     lookup_deadline: float = Field(default=_TIMES.lookup_deadline, gt=0)
     load_deadline: float = Field(default=_TIMES.load_deadline, gt=0)
     store_deadline: float = Field(default=_TIMES.store_deadline, gt=0)
+    store_delay: float = Field(default=_TIMES.store_delay, gt=0)  # with radix.policy: until what to store is decided
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -79,6 +80,7 @@ class Offload(BaseModel):
             lookup_deadline=self.lookup_deadline,
             load_deadline=self.load_deadline,
             store_deadline=self.store_deadline,
+            store_delay=self.store_delay,
             verify=self.verify,
         )
 

@@ -185,10 +185,12 @@ class Recipe(_Model):
                 "device cpu needs kv.capacity_tokens: a fraction of memory that others share is no fixed size"
             )
         if self.offload.backend is not None:
-            if self.radix.disable or self.radix.policy is not None:
-                raise ValueError("offload runs with SGLang's own radix policies only; drop it or radix.policy/disable")
-            if self.eagle3.draft is not None:
-                raise ValueError("SGLang refuses LMCache together with EAGLE3; drop offload or eagle3")
+            if self.radix.disable:
+                raise ValueError("offload needs the radix cache; drop it or radix.disable")
+            if self.eagle3.draft is not None and self.device != "cpu":
+                raise ValueError("EAGLE3 with offload has been tried on a CPU only; drop offload or eagle3")
+            if self.eagle3.draft is not None and self.eagle3.radix_keys == "pair":
+                raise ValueError("offload needs a radix tree keyed by tokens; drop it or eagle3.radix_keys")
         if self.watch and not self.metrics:
             raise ValueError("watch shows the server's counters: set metrics to true, or drop watch")
         bind = self.cpu.threads_bind

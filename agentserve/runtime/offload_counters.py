@@ -27,6 +27,12 @@ class OffloadCounters:
             "(a load or store was given up), quarantined (their slots were set aside) or released (and given back).",
             ["event", "rank"],
         )
+        self._not_stored = Counter(
+            "agentserve_offload_tokens_not_stored",
+            "Tokens that were not stored, by reason: ended (nobody asks for them again), superseded (their flow went "
+            "another way) or evicted (before it was decided). Only with a policy.",
+            ["reason", "rank"],
+        )
         self._lookups = Counter(
             "agentserve_offload_lookups",
             "Lookups by outcome: hit, miss, late (given up) or offline (not asked).",
@@ -41,6 +47,10 @@ class OffloadCounters:
     def tokens(self, event: str, count: int) -> None:
         if self._enabled and count:
             self._tokens.labels(event, self._rank).inc(count)
+
+    def not_stored(self, reason: str, count: int) -> None:
+        if self._enabled and count:
+            self._not_stored.labels(reason, self._rank).inc(count)
 
     def lookup(self, outcome: str) -> None:
         if self._enabled:

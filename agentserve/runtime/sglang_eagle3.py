@@ -23,7 +23,7 @@ def _settings() -> SpeculationSettings:
 
 
 def cache_by_tokens(original: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``create_unified_radix_cache``: plain token keys, and the counters of this scheduler.
+    """AROUND ``create_tree_cache``, which all caches come from: plain token keys, and the counters of this scheduler.
 
     SGLang keys an EAGLE tree by pairs of a token and its successor, since the draft's KV at a position depends on the
     successor. A prefix of whole pages then always lacks the pair across its end and hits one page less. The target's

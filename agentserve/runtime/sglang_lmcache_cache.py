@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as upstream
 
+from agentserve.runtime import speculation
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.sglang_lmcache_connector import GuardedConnector, LoadAbandoned
 from agentserve.runtime.sglang_lmcache_events import publish_stored
+from agentserve.runtime.sglang_lmcache_pool import draft_of
 from offload.guard import Held, Quarantine
+from offload.settings import OffloadError
 
 
 class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
@@ -22,6 +25,13 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
         from agentserve.runtime import sglang_plugin
 
         sglang_plugin.require_applied(sglang_plugin.offload_hooks())
+        # Whoever asks for a draft's tokens by pairs has no draft to restore, or keys that do not name what they hold.
+        drafting = speculation.settings_from() is not None
+        if params.is_eagle or drafting != (draft_of(params.token_to_kv_pool_allocator.get_kvcache()) is not None):
+            raise OffloadError(
+                "offload needs the draft's pool and a radix tree keyed by tokens: start EAGLE3 by `agentserve launch "
+                "--eagle3`, without eagle3.radix_keys pair"
+            )
         self._quarantine = Quarantine()
         self._tells = params.enable_kv_cache_events
         if self._tells and params.tree_core_backend is None:

@@ -23,7 +23,7 @@ from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation,
 
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
-from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of
+from agentserve.runtime.sglang_lmcache_pool import draft_of, planes_of, seals_of
 from agentserve.runtime.sglang_lmcache_ranks import RankConnector
 from offload.fingerprint import fingerprint
 from offload.guard import DeadlineFuture, Health, Refused
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SLICE_S = 0.05  # how often a waiting load looks whether the daemon was lost meanwhile
 _MAX_UNENDED = 4096
 # Settings by environment that change K, V or the choice of blocks; ports and paths do not begin like this.
-_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "AGENTSERVE_INDEX_")
+_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "AGENTSERVE_INDEX_", "AGENTSERVE_EAGLE3")
 
 
 class LoadAbandoned(BaseException):
@@ -91,6 +91,9 @@ class GuardedConnector(RankConnector):
             "quantization": str(self._model_config.quantization),
             **{name: value for name, value in os.environ.items() if name.startswith(_MODEL_VARIABLES)},
         }
+        draft = draft_of(self._pool)
+        if draft is not None:
+            settings["draft"] = fingerprint(draft.checkpoint, [], {})
         self.model_name = f"agentserve-{fingerprint(Path(self._model_config.model_path), layout, settings)}"
         if seals is not None:
             self._sealer = Sealer([plane.tensor for plane in planes], seals, self.page_size, self.model_name)

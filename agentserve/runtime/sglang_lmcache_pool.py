@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from offload.seal import new_seals
 from offload.settings import OffloadError, settings_from
 
 _SEALS = "agentserve_seals"  # attribute of the pool, set when LMCache asks for its tensors
+_DRAFT = "agentserve_draft"  # attribute of the target's pool: the pool of an EAGLE3 draft, in the same slots
 
 
 class Plane(NamedTuple):
@@ -26,7 +28,8 @@ class Plane(NamedTuple):
 
 
 def planes_of(pool: Any) -> list[Plane]:
-    """Every tensor that makes up a prefix in an M3 pool: K, V, then index K, then index V where layers have one.
+    """Every tensor that makes up a prefix in an M3 pool: K, V, then index K, then index V where layers have one, then
+    the draft's K and V where one is attached.
 
     Raises:
         OffloadError: the pool is no M3 pool, is of a kind that LMCache cannot address by slots, or holds a tensor
@@ -55,6 +58,15 @@ def planes_of(pool: Any) -> list[Plane]:
     if keys != layers:
         raise OffloadError(f"{type(pool).__name__} has {keys} buffers of index keys for {layers} layers")
     slots = pool.size + pool.page_size
+    draft = draft_of(pool)
+    if draft is not None:
+        drafts = _buffers("draft-K", draft.pool, "k_buffer") + _buffers("draft-V", draft.pool, "v_buffer")
+        if any(plane.tensor.shape[0] != planes[0].tensor.shape[0] for plane in drafts):
+            raise OffloadError(
+                f"the draft's pool has {drafts[0].tensor.shape[0]} slots where the target's has "
+                f"{planes[0].tensor.shape[0]}: its K and V cannot go with the target's; leave offload out"
+            )
+        planes += drafts
     known = {plane.tensor.data_ptr() for plane in planes} | {0}
     for where, tensor in _tensors(pool):
         if tensor.dim() and tensor.shape[0] >= slots // pool.page_size and tensor.data_ptr() not in known:
@@ -63,6 +75,23 @@ def planes_of(pool: Any) -> list[Plane]:
                 f"prefix restored without it would be incomplete; leave offload out"
             )
     return planes
+
+
+class Draft(NamedTuple):
+    """An EAGLE3 draft beside its target."""
+
+    pool: Any  # K and V, in the target's slots
+    checkpoint: Path
+
+
+def attach_draft(pool: Any, draft: Draft) -> None:
+    """Make a draft's K and V part of the prefixes of its target's pool."""
+    setattr(pool, _DRAFT, draft)
+
+
+def draft_of(pool: Any) -> Draft | None:
+    """What was attached to the target's pool, if anything."""
+    return getattr(pool, _DRAFT, None)
 
 
 def seals_of(pool: Any) -> torch.Tensor | None:
@@ -81,7 +110,9 @@ def pool_tensors(original: Callable[..., Any], self: Any, kv_pool: Any) -> tuple
     if tensors[0].device.type == "cpu":
         seals = seals_of(kv_pool)
         _share([*tensors, *([] if seals is None else [seals])])
-        for pool in (kv_pool.main_pool, kv_pool.index_k_pool, kv_pool.index_kv_pool):
+        draft = draft_of(kv_pool)
+        drafts = () if draft is None else (draft.pool,)
+        for pool in (kv_pool.main_pool, kv_pool.index_k_pool, kv_pool.index_kv_pool, *drafts):
             if getattr(pool, "k_data_ptrs", None) is not None:
                 pool._init_data_ptrs_and_strides()  # the tensors have moved
     return tensors
