@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from radix_cache.theory import common_blocks
 from traces.model import BlockIds, BlockScope, Flow, Session, Turn
 
 MAX_SHIFT_S = 86_400
 MIN_KEY_BYTES = 16
+NO_IDS: BlockIds = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -51,11 +53,13 @@ class Anonymizer:
         # Where sessions have a clock of their own, it starts with them: there is nothing to hide.
         shift = self._hash("times", "") % (MAX_SHIFT_S * 1000) / 1000 if shared else 0.0
 
-        def turn(old: Turn) -> Turn:
-            return replace(old, block_ids=self._rekeyed(old.block_ids, space), start_s=old.start_s + shift, model="")
-
         def flow(old: Flow, name: str) -> Flow:
-            return replace(old, name=name, turns=tuple(turn(t) for t in old.turns), start_s=old.start_s + shift)
+            turns: list[Turn] = []
+            for at, turn in enumerate(old.turns):
+                before = (old.turns[at - 1].block_ids, turns[-1].block_ids) if at else (NO_IDS, NO_IDS)
+                ids = self._rekeyed(turn.block_ids, space, *before)
+                turns.append(replace(turn, block_ids=ids, start_s=turn.start_s + shift, model=""))
+            return replace(old, name=name, turns=tuple(turns), start_s=old.start_s + shift)
 
         return replace(
             session,
@@ -65,8 +69,10 @@ class Anonymizer:
             source="",
         )
 
-    def _rekeyed(self, ids: BlockIds, space: str) -> BlockIds:
-        return np.array([self._ids.get(block) or self._new(block, space) for block in ids.tolist()], dtype=np.int64)
+    def _rekeyed(self, ids: BlockIds, space: str, before: BlockIds, before_rekeyed: BlockIds) -> BlockIds:
+        kept = common_blocks(ids, before)
+        new = [self._ids.get(block) or self._new(block, space) for block in ids[kept:].tolist()]
+        return np.concatenate([before_rekeyed[:kept], np.array(new, dtype=np.int64)])
 
     def _new(self, block: int, space: str) -> int:
         attempt = 0

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from radix_cache.theory import ROOT, known_prefix
+from radix_cache.theory import ROOT, common_blocks, known_prefix
 from traces.model import BlockIds, BlockScope, Flow, Session, Turn
 from traces.tree import SessionTree
+
+NO_IDS: BlockIds = np.empty(0, dtype=np.int64)
 
 
 class BlockSizeError(ValueError):
@@ -53,12 +55,16 @@ class Reblocker:
         own: str | None = None if session.scope is BlockScope.GLOBAL else session.id
         tree = SessionTree.of(session) if size < session.block_size else None
 
-        def turn(old: Turn) -> Turn:
-            ids = self._ids(old, session, size, own, tree)
-            return replace(old, block_ids=ids)
-
         def flow(old: Flow) -> Flow:
-            return replace(old, turns=tuple(turn(t) for t in old.turns))
+            turns: list[Turn] = []
+            before = named = NO_IDS
+            for turn in old.turns:
+                # Most of a prompt was in the one before it, and is named already.
+                kept = common_blocks(before, turn.block_ids)
+                names = [self._name((own, block)) for block in turn.block_ids[kept:].tolist()]
+                before, named = turn.block_ids, np.concatenate([named[:kept], np.array(names, dtype=np.int64)])
+                turns.append(replace(turn, block_ids=self._ids(turn, named, session, size, own, tree)))
+            return replace(old, turns=tuple(turns))
 
         return replace(
             session,
@@ -68,21 +74,24 @@ class Reblocker:
             subagents=tuple(flow(f) for f in session.subagents),
         )
 
-    def _ids(self, turn: Turn, session: Session, size: int, own: str | None, tree: SessionTree | None) -> BlockIds:
+    def _ids(
+        self, turn: Turn, named: BlockIds, session: Session, size: int, own: str | None, tree: SessionTree | None
+    ) -> BlockIds:
+        """Ids of one prompt's new blocks; ``named`` are numbers of its old ones."""
         full = turn.prompt_tokens // size
         if tree is None:
             step = size // session.block_size
-            keys: list[Hashable] = [(own, block) for block in turn.block_ids[step - 1 :: step][:full].tolist()]
-        else:
-            parts = session.block_size // size
-            keys = [(own, block, part) for block in turn.block_ids.tolist() for part in range(parts)]
-            last = int(turn.block_ids[-1]) if len(turn.block_ids) else ROOT
-            child = tree.first_child.get(last)
-            # A tail that nothing goes on from is the session's own, also where ids are global (``traces.tokens``).
-            tail = (own, child) if child is not None else (session.id, "after", last)
-            keys += [(*tail, part) for part in range(full - len(keys))]
-        names = self._names
-        return np.array([names.setdefault(key, len(names)) for key in keys], dtype=np.int64)
+            return named[step - 1 :: step][:full]
+        parts = session.block_size // size
+        last = int(turn.block_ids[-1]) if len(turn.block_ids) else ROOT
+        child = tree.first_child.get(last)
+        # A tail that nothing goes on from is the session's own, also where ids are global (``traces.tokens``).
+        tail = self._name((own, child) if child is not None else (session.id, "after", last))
+        blocks = np.append(named, tail) if full > len(named) * parts else named
+        return (blocks[:, None] * parts + np.arange(parts)).reshape(-1)[:full]
+
+    def _name(self, key: Hashable) -> int:
+        return self._names.setdefault(key, len(self._names))
 
 
 def coarser_loss(session: Session, block_size: int) -> int:

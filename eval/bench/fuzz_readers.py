@@ -192,6 +192,16 @@ def in_own_process(sample: Sample, count: int, seed: int) -> dict[str, Any]:
     return result
 
 
+def _earlier(out: Path | None, seed: int, count: int) -> dict[str, Any]:
+    """Results in the file that is about to be written, so that formats can be fuzzed one by one."""
+    if out is None or not out.exists():
+        return {}
+    document = json.loads(out.read_text())
+    same = document["seed"] == seed and all(result["inputs"] == count for result in document["results"].values())
+    found: dict[str, Any] = document["results"] if same else {}
+    return found
+
+
 def passed(result: dict[str, Any]) -> bool:
     """No failure, and memory within bounds."""
     return not result["failed"] and result["peak_memory_growth_mb"] <= MAX_GROWTH_MB
@@ -200,22 +210,26 @@ def passed(result: dict[str, Any]) -> bool:
 @click.command()
 @click.option("--count", default=COUNT, show_default=True, help="Inputs per sample.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--only", help="Fuzz this format alone.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@click.option("--only", multiple=True, help="Fuzz this format alone; may be given several times.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help="Write the result as JSON; results of other formats with this seed and count stay.")  # fmt: skip
 @click.option("--inside", hidden=True, help="Fuzz the sample of this file name in this process.")
-def main(count: int, seed: int, only: str | None, out: Path | None, inside: str | None) -> None:
+def main(count: int, seed: int, only: tuple[str, ...], out: Path | None, inside: str | None) -> None:
     """Fuzz the readers of all trace formats."""
-    chosen = [sample for sample in samples() if only is None or sample.format == only]
+    chosen = [sample for sample in samples() if not only or sample.format in only]
     if inside is not None:
         click.echo(json.dumps(one(next(sample for sample in chosen if sample.name == inside), count, seed)))
         return
     if not chosen:
-        raise click.UsageError(f"no format {only}; known are {', '.join(sorted({s.format for s in samples()}))}")
-    results = {}
+        raise click.UsageError(
+            f"no format {' or '.join(only)}; known are {', '.join(sorted({s.format for s in samples()}))}"
+        )
+    results: dict[str, Any] = {}
     for sample in chosen:
         result = in_own_process(sample, count, seed)
         results[f"{sample.format} ({sample.name})"] = result
         click.echo(f"{sample.format} ({sample.name}): {json.dumps(result)}", err=True)
+    results = dict(sorted((_earlier(out, seed, count) | results).items()))
     document = {
         "command": "python -m eval.bench.fuzz_readers",
         "seed": seed,

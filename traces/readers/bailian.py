@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from traces.model import MAIN_FLOW, BlockScope, Flow, Session, TraceError, Turn
+from traces.model import MAIN_FLOW, BlockIds, BlockScope, Flow, Session, TraceError, Turn
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.files import LINE_FILES, Document, Group, each_line, first_object, grouped_lines, parse_object
-from traces.readers.ids import Chainer, block_ids, full_blocks
+from traces.readers.ids import NO_IDS, Chainer, block_ids, full_blocks
 from traces.readers.validate import OutputTokens, PromptTokens, Seconds, validated
 
 BLOCK_SIZE = 16
@@ -89,11 +89,18 @@ class _Parser:
             (line, validated(_Line, parse_object(line), line.source, session=group.key or None)) for line in group.lines
         ]
         parsed.sort(key=lambda pair: pair[1].timestamp)
-        turns = tuple(self._turn(at, line, request, group.key) for at, (line, request) in enumerate(parsed))
-        main = Flow(MAIN_FLOW, turns, start_s=turns[0].start_s)
+        turns: list[Turn] = []
+        before = NO_IDS
+        for at, (line, request) in enumerate(parsed):
+            contents = self._contents(at, line, request, group.key)
+            ids = self._chainer.chained(contents, (before, turns[-1].block_ids if turns else NO_IDS))
+            turns.append(Turn(at, request.timestamp, request.input_length, request.output_length, ids))
+            before = contents
+        main = Flow(MAIN_FLOW, tuple(turns), start_s=turns[0].start_s)
         return Session(group.key, BLOCK_SIZE, BlockScope.GLOBAL, main, source=parsed[0][0].source)
 
-    def _turn(self, index: int, line: Document, request: _Line, session: str) -> Turn:
+    @staticmethod
+    def _contents(index: int, line: Document, request: _Line, session: str) -> BlockIds:
         ids = block_ids(request.hash_ids)
         full = None if ids is None else full_blocks(ids, request.input_length, BLOCK_SIZE)
         if ids is None or full is None:
@@ -104,8 +111,7 @@ class _Parser:
                 f"{-(-request.input_length // BLOCK_SIZE)} blocks of {BLOCK_SIZE}; one id per block is needed"
             )
             raise TraceError(message, file=line.source, session=session, turn=index, field="hash_ids")
-        chained = self._chainer.chained(full[0].tolist())
-        return Turn(index, request.timestamp, request.input_length, request.output_length, chained)
+        return full[0]
 
 
 register(TraceFormat("bailian", _matches, _read))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,13 +57,21 @@ class Chainer:
 
     _ids: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def chained(self, contents: Sequence[int]) -> BlockIds:
-        parent = ROOT
+    def chained(self, contents: BlockIds, before: tuple[BlockIds, BlockIds] = (NO_IDS, NO_IDS)) -> BlockIds:
+        """Ids of a prompt's blocks.
+
+        Args:
+            contents: what names each block, int64, shape (n,).
+            before: contents and ids of another prompt; what this one has in common with it is not looked up again.
+        """
+        start = common_blocks(contents, before[0])
+        parent = int(before[1][start - 1]) if start else ROOT
         out = array("q")
-        for content in contents:
+        for content in contents[start:].tolist():
             parent = self._ids.setdefault((parent, content), len(self._ids))
             out.append(parent)
-        return np.frombuffer(out, dtype=np.int64) if out else NO_IDS
+        new = np.frombuffer(out, dtype=np.int64) if out else NO_IDS
+        return np.concatenate([before[1][:start], new])
 
 
 @dataclass(slots=True)

@@ -154,7 +154,7 @@ def _whole(line: Document, parsed: _Line, index: int, start_s: float, chain: Cha
     if full is None:
         message = f"must be integers, one per block of {MOONCAKE_BLOCK} tokens; the prompt has {prompt} tokens"
         raise TraceError(message, file=line.source, session=parsed.session_id, turn=index, field="hash_ids")
-    chained = chain.chained(full[0].tolist())
+    chained = chain.chained(full[0])
     return Turn(index, start_s, prompt, parsed.output_length, chained, _think(parsed), model=parsed.model or "")
 
 
