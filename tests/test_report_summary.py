@@ -127,6 +127,10 @@ def test_latency_by_hand() -> None:
     assert report.throughput.output_tokens_per_s == pytest.approx(11 / 4.5)
     assert report.goodput is not None
     assert (report.goodput.requests, report.goodput.fraction) == (2, 0.5)
+    assert [(g.group, g.requests, g.within) for g in report.goodput.groups] == [
+        ("hit >= 50 %", 1, 1),
+        ("hit < 50 %", 2, 1),
+    ]
 
 
 def test_a_request_without_count_leaves_theory_too() -> None:

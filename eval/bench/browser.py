@@ -64,6 +64,7 @@ class Browser:
                 "--headless=new",
                 "--no-sandbox",  # it shows pages that we wrote, and containers run as root
                 "--disable-gpu",
+                "--hide-scrollbars",  # a whole page has none
                 "--disable-dev-shm-usage",
                 f"--user-data-dir={self._profile.name}",
                 f"--window-size={width},{height}",

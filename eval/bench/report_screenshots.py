@@ -25,12 +25,12 @@ from radix_cache.simulator import Setting, simulate
 from traces.readers import open_trace
 
 WIDTHS = (1280, 390)  # CSS pixels: a laptop, a phone
-TRACE = "generated:sessions=24,seed=7"
+TRACE = "generated:sessions=10,seed=3"
 LARGEST = 300_000  # bytes of a picture in the repository
-_COLOURS = 40
+_COLOURS = 96
 
 
-def demo_run(folder: Path, *, trace: str = TRACE, clients: int = 8, of_live: float = 0.8) -> Path:
+def demo_run(folder: Path, *, trace: str = TRACE, clients: int = 5, of_live: float = 1.0) -> Path:
     """Write the run directory of a generated trace in a cache of ``of_live`` times the live contexts."""
     workload = workload_from_sessions(open_trace(trace), page_size=64)
     setting = Setting(sessions=clients, think_cap=120.0)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from eval.report.definitions import CLIENT_LAG, E2E, TPOT, TTFT, Metric, definition, mostly_hit, tpot, ttft
-from eval.report.schema import Goodput, Latency, Throughput
+from eval.report.schema import Goodput, GoodputGroup, Latency, Throughput
 from traces.replay.record import RequestRecord
 
 
@@ -87,7 +87,16 @@ def goodput(
         requests=good,
         fraction=good / len(records),
         requests_per_s=good / wall_s if wall_s > 0 else None,
+        groups=[*_group("hit >= 50 %", True, completed, slo), *_group("hit < 50 %", False, completed, slo)],
     )
+
+
+def _group(
+    name: Literal["hit >= 50 %", "hit < 50 %"], mostly: bool, completed: Sequence[RequestRecord], slo: Slo
+) -> list[GoodputGroup]:
+    own = [r for r in completed if mostly_hit(r) is mostly]
+    good = sum(1 for r in own if _meets(r, slo))
+    return [GoodputGroup(group=name, requests=len(own), within=good, fraction=good / len(own))] if own else []
 
 
 def _meets(record: RequestRecord, slo: Slo) -> bool:

@@ -168,6 +168,13 @@ class Throughput(_Model):
     prompt_tokens_per_s: float | None
 
 
+class GoodputGroup(_Model):
+    group: Literal["hit >= 50 %", "hit < 50 %"]
+    requests: int  # completed ones of the group
+    within: int  # of these, within the objectives
+    fraction: float
+
+
 class Goodput(_Model):
     definition: str
     slo_ttft_s: float | None
@@ -175,6 +182,7 @@ class Goodput(_Model):
     requests: int  # completed within the objectives
     fraction: float  # of all recorded requests, failed ones included
     requests_per_s: float | None
+    groups: list[GoodputGroup] = []  # what a hit is worth; a group without a request is left out
 
 
 class SessionRow(_Model):

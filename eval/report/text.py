@@ -97,9 +97,8 @@ def changed(found: ContextChanges) -> str:
 
 
 def token_range(start: int, end: int | None) -> str:
-    """A range of positions, in units of 1,024 tokens."""
-    low = f"{start // 1024}k"
-    return f"from {low}" if end is None else f"{low}-{end // 1024}k"
+    """A range of positions, in units of 1,024 tokens; short enough for a column of a figure on a phone."""
+    return f"{start // 1024}k+" if end is None else f"{start // 1024}-{end // 1024}k"
 
 
 def objectives(good: Goodput) -> str:
@@ -134,10 +133,11 @@ def speed(rates: Throughput) -> str:
 
 
 def within(good: Goodput) -> str:
-    """Goodput and its objectives."""
+    """Goodput, its objectives, and what a hit is worth."""
+    groups = "; ".join(f"{percent(g.fraction)} of {count(g.requests)} with {g.group}" for g in good.groups)
     return (
         f"{percent(good.fraction)} of recorded requests ({count(good.requests)}, "
-        f"{per_second(good.requests_per_s)}/s) within {objectives(good)}."
+        f"{per_second(good.requests_per_s)}/s) within {objectives(good)}." + (f" That is {groups}." if groups else "")
     )
 
 

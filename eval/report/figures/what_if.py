@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+import numpy as np
 import plotly.graph_objects as go
 
 from eval.report.figures.base import BLUE, DARK, GREEN, GREY, ORANGE, PINK, VERMILLION, Figure, blank
@@ -17,6 +18,7 @@ _LOOKS = {
     "gittins": (BLUE, "dash", "square"),
     "belady": (GREEN, "dot", "diamond"),
 }
+_TICKS = 5  # as many as a phone has room for
 _OTHER = (PINK, "longdash", "triangle-up")
 
 
@@ -24,8 +26,15 @@ def capacity_curve(found: WhatIf) -> Figure:
     """One line a policy; the theoretical rate is what a cache without bounds hits."""
     sizes = [point.capacity_tokens for point in found.curve]
     named = [_size(size, found) for size in sizes]
+    ticks = [float(f"{tick:.2g}") for tick in np.geomspace(sizes[0], sizes[-1], _TICKS)] if len(sizes) > 1 else sizes
     plot = blank(
-        xaxis={"type": "log", "title": {"text": "cache, tokens"}, "tickformat": "~s", "nticks": 6},
+        xaxis={
+            "type": "log",
+            "title": {"text": "cache, tokens"},
+            "tickvals": ticks,
+            "ticktext": [short(tick) for tick in ticks],
+            "tickangle": 0,
+        },
         yaxis={"title": {"text": "hit rate"}, "ticksuffix": " %"},
     )
     theory = 100 * found.theoretical_rate
@@ -76,6 +85,14 @@ def capacity_curve(found: WhatIf) -> Figure:
         f" reported at the size that it had. Live contexts are {count(round(found.live_tokens))} tokens on average.",
         plot,
     )
+
+
+def short(tokens: float) -> str:
+    """Two digits and a unit: 630k, 1.2M."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens >= unit:
+            return f"{tokens / unit:.3g}{name}"
+    return f"{tokens:g}"
 
 
 def _size(tokens: int, found: WhatIf) -> str:
