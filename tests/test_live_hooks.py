@@ -93,7 +93,8 @@ print(sorted(HookRegistry._hooks), registered_radix_cache_backends())
         (
             {"AGENTSERVE_EVICTION": "gittins"},
             "['sglang.srt.managers.scheduler.Scheduler.close_session', "
-            "'sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill'] ['agentserve']",
+            "'sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill', "
+            "'sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer'] ['agentserve']",
         ),
     ],
 )
