@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentserve.audit.counters import Metrics
+from agentserve.cli.diagnose import command as diagnose_command
 from agentserve.cli.watch import command
 from agentserve.launch.tiny import tiny_server as tiny_server_process
 from agentserve.runtime.policy_sessions import SessionTable
@@ -43,6 +44,11 @@ def test_fates_by_hand() -> None:
     seen.computed([*first, 10, 11, 12])
     assert seen.begin([*first, 10, 11, 12, 13], 0) == Fates(hit=0, in_flight=0, lost=12, new=2)
     assert seen.begin(first, 0, salt="x") == Fates(hit=0, in_flight=0, lost=0, new=10)
+    # One that was given up before it was computed leaves nothing that others could wait for.
+    other = list(range(100, 110))
+    seen.begin(other, 0)
+    seen.abandoned(other)
+    assert seen.begin(other, 0) == Fates(hit=0, in_flight=0, lost=0, new=10)
     # A prompt of two whole pages can hit one of them.
     assert seen.begin(first[:8], 4) == Fates(hit=4, in_flight=0, lost=0, new=4)
     assert seen.begin([], 0) == Fates(0, 0, 0, 0)
@@ -232,14 +238,11 @@ def test_the_page_in_a_browser(watched: TinyServer) -> None:
 
 
 @pytest.mark.server
-def test_sessions_victims_and_what_the_admin_key_allows(tiny_checkpoint: Path) -> None:
-    """A server with a policy of ours, too little memory for three conversations, and an admin key."""
-    settings = {
-        "kv.capacity_tokens": 4096,
-        "radix.policy": "lru",
-        "watch": True,
-        "extra_args": ["--admin-api-key", "k"],
-    }
+def test_sessions_victims_the_admin_key_and_the_request_log(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A server with a policy of ours, too little memory for three conversations, an admin key and a request log."""
+    logging = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
+    more = {"extra_args": ["--admin-api-key", "k", *logging, "--log-requests-target", str(tmp_path)]}
+    settings = {"kv.capacity_tokens": 4096, "radix.policy": "lru", "watch": True, **more}
     with tiny_server_process(settings, checkpoint=tiny_checkpoint) as process:
         url, key = process.plan.url, {"Authorization": "Bearer k"}
         for session in range(3):
@@ -278,3 +281,16 @@ def test_sessions_victims_and_what_the_admin_key_allows(tiny_checkpoint: Path) -
         states = {row["session"]: row["state"] for row in last["schedulers"][0]["sessions"]}
         assert (states["s1"], states["s2"]) == ("tool_wait", "ended")
         assert httpx.post(f"{url}{PAGE}/flush", headers=key, timeout=60).json() == {"done": True}
+
+        # SGLang's own log of two turns, the second of which differs from token 500 on: agentserve diagnose reads it.
+        first_turn = [(7 * i) % 90 + 33 for i in range(700)]
+        for ids in (first_turn, [*first_turn[:500], 32, *first_turn[501:], *first_turn[:100]]):
+            sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+            httpx.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=60)
+    (log,) = tmp_path.glob("*.log")
+    said = CliRunner().invoke(diagnose_command, [str(log), "--json"])
+    assert said.exit_code == 0, said.output
+    (broken,) = json.loads(said.stdout)["broken"]
+    assert (broken["unit"], broken["at"], broken["before"]) == ("token", 500, 701)
+    assert broken["cached_tokens"] == 500 // 128 * 128
+    assert broken["new_text"].startswith(" ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,13 @@ class Watcher:
         waiting = {req.rid for req in fresh} | ({chunked.rid} if chunked is not None else set())
         for rid, req in list(self._live.items()):
             if req.finished():
-                # The last token has no KV: it was not computed.
-                self._seen.computed([*req.origin_input_ids, *req.output_ids[:-1]], _salt(req))
+                if rid not in self._computed and _aborted(req):
+                    self._seen.abandoned(req.origin_input_ids, _salt(req))
+                else:
+                    # The last token has no KV: it was not computed.
+                    tokens = array("q", req.origin_input_ids)
+                    tokens.extend(req.output_ids[:-1])
+                    self._seen.computed(tokens, _salt(req))
                 del self._live[rid]
                 self._computed.discard(rid)
             elif rid not in waiting and rid not in self._computed:
@@ -72,6 +78,10 @@ class Watcher:
             write_state(self._folder, scheduler_state(table, choice, now, time.time()))
         except OSError:
             self._folder = None  # a full disk must not stop the scheduler; the page says how old its state is
+
+
+def _aborted(req: Any) -> bool:
+    return bool(req.finished_reason.to_json().get("type") == "abort")
 
 
 def _salt(req: Any) -> str:

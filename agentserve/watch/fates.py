@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-PAGES_KEPT = 1 << 18  # known pages; about 130 bytes each: 34 MB
+PAGES_KEPT = 1 << 18  # known pages; about 133 bytes each: 35 MB
 _DIGEST_BYTES = 12
 
 
@@ -76,6 +76,12 @@ class SeenPages:
             self._seen[digest] = True
             self._seen.move_to_end(digest)
         self._forget()
+
+    def abandoned(self, tokens: Sequence[int], salt: str = "") -> None:
+        """A request ended before its prompt was computed: what only it was computing is not known any more."""
+        for digest in self._digests(tokens, salt):
+            if self._seen.get(digest) is False:
+                del self._seen[digest]
 
     def _digests(self, tokens: Sequence[int], salt: str) -> Iterator[bytes]:
         ids = tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)

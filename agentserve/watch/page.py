@@ -58,7 +58,7 @@ const row = (cells, tag) => {
   return line;
 };
 const fill = (id, nodes) => el(id).replaceChildren(...nodes);
-const headers = () => el('key').value ? {Authorization: 'Bearer ' + el('key').value} : {};
+const headers = id => el(id).value ? {Authorization: 'Bearer ' + el(id).value} : {};
 
 function tiles(s) {
   const w = s.windows[0], n = s.now;
@@ -138,7 +138,7 @@ function sessions(s) {
   const rows = s.schedulers.flatMap(x => x.sessions);
   const counts = Object.entries(s.session_states).map(([k, n]) => n + ' ' + k.replace('_', ' ')).join(', ');
   el('counts').textContent = rows.length ? counts : 'none are known here';
-  const act = s.server.can_act && el('key').value;
+  const act = s.server.can_act && el('admin-key').value;
   fill('sessions', rows.length ? [
     row(['session', 'state', 'admission', 'context', 'idle s', 'flows', ...(act ? [''] : [])], 'th'),
     ...rows.map(x => {
@@ -157,7 +157,7 @@ function sessions(s) {
 }
 
 async function post(action) {
-  const answer = await fetch(base + '/' + action, {method: 'POST', headers: headers()});
+  const answer = await fetch(base + '/' + action, {method: 'POST', headers: headers('admin-key')});
   const said = await answer.json();
   el('said').textContent = answer.ok ? 'done' : said.error || 'refused';
   await look();
@@ -165,7 +165,7 @@ async function post(action) {
 
 async function look() {
   try {
-    const answer = await fetch(base + '.json', {headers: headers()});
+    const answer = await fetch(base + '.json', {headers: headers('key')});
     if (answer.status === 401) throw new Error('this server wants a key: enter it below');
     if (!answer.ok) throw new Error('the server answers ' + answer.status);
     const s = await answer.json();
@@ -212,9 +212,10 @@ _BODY = """
 <h2>Sessions</h2><small id="counts"></small>
 <div class="wide"><table id="sessions"></table></div>
 <h2>What this rests on</h2><ul class="dim" id="evidence"></ul>
-<h2>Admin</h2>
-<form id="admin"><input id="key" type="password" autocomplete="off" placeholder="key" aria-label="key">
-<button>use key</button><button type="button" id="flush" disabled>flush the cache</button>
+<h2>Keys</h2>
+<form id="admin"><input id="key" type="password" autocomplete="off" placeholder="API key, where one is wanted"
+aria-label="API key"><input id="admin-key" type="password" autocomplete="off" placeholder="admin key"
+aria-label="admin key"><button>use</button><button type="button" id="flush" disabled>flush the cache</button>
 <small id="may"></small><small id="said"></small></form>
 """
 
