@@ -93,6 +93,13 @@ def test_each_rule_is_the_first_that_applies_to_its_example(cause: str) -> None:
     assert before[: place.at].endswith(place.shared_text)
 
 
+def test_a_kept_message_that_speaks_of_a_summary_is_no_compaction() -> None:
+    chat = CHAT + "]~b]user\nnow summarise all of it for me[e~[\n"
+    found = diagnose(chat, SYSTEM + chat[chat.index("]~b]user\nnow summarise") :] + NEXT)
+    assert found is not None
+    assert (found.cause, found.fault) == ("truncated_by_client", True)
+
+
 def test_every_rule_has_an_example_a_name_of_its_own_and_advice() -> None:
     assert [rule.name for rule in RULES if rule.name not in CASES] == sorted(ELSEWHERE)
     assert len({rule.name for rule in RULES}) == len(RULES)

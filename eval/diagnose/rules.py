@@ -318,17 +318,17 @@ RULES: tuple[Rule, ...] = (
         "declare all tools from the first turn on; changing them in a conversation recomputes all of it",
     ),
     Rule(
+        "truncated_by_client",
+        "older messages were left out by the client",
+        _truncated,
+        "drop history rarely and much at once instead of a little each turn, or raise the client's context limit",
+    ),
+    Rule(
         "compacted",
         "the history was replaced by a summary",
         _compacted,
         "expected after a compaction: the first turn after it is computed anew; compact less often, or keep the head",
         fault=False,
-    ),
-    Rule(
-        "truncated_by_client",
-        "older messages were left out by the client",
-        _truncated,
-        "drop history rarely and much at once instead of a little each turn, or raise the client's context limit",
     ),
     Rule(
         "inserted",
