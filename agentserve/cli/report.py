@@ -26,8 +26,8 @@ _GB = 10**9
 @click.option("--page", type=click.IntRange(min=1), help="Page size for the theory [default: the server's].")
 @click.option("--slo-ttft", type=click.FloatRange(min=0), metavar="SECONDS", help="Goodput: largest TTFT.")
 @click.option("--slo-tpot", type=click.FloatRange(min=0), metavar="SECONDS", help="Goodput: largest TPOT.")
-@click.option("--what-if", "what_if_s", type=click.FloatRange(min=0), metavar="SECONDS", default=20.0,
-              show_default=True, help="Time to simulate other caches on this run; 0 for none of it.")  # fmt: skip
+@click.option("--what-if", "what_if_s", type=click.FloatRange(min=0), metavar="SECONDS", default=10.0,
+              show_default=True, help="Computing time to simulate other caches on this run; 0: none.")  # fmt: skip
 @click.option("--more-gb", multiple=True, type=click.FloatRange(min=0, min_open=True), metavar="GB",
               help="Also ask what so much more cache would bring; several times for several.")  # fmt: skip
 @click.option("--bytes-per-token", type=click.FloatRange(min=0, min_open=True), metavar="BYTES",

@@ -6,6 +6,7 @@ The run is a generated trace played by the simulator in too small a cache, writt
 
 from __future__ import annotations
 
+import hashlib
 import io
 import sys
 import tempfile
@@ -40,7 +41,13 @@ def demo_run(folder: Path, *, trace: str = TRACE, clients: int = 5, of_live: flo
     )
     header, records, events = as_run(workload, outcome, explain(workload, outcome), seconds=True)
     header = header.model_copy(
-        update={"run_id": "demo", "trace": trace, "trace_format": "generated", "started_unix": 1_767_225_600.0}
+        update={
+            "run_id": "demo",
+            "trace": trace,
+            "trace_format": "generated",
+            "trace_sha256": hashlib.sha256(trace.encode()).hexdigest(),
+            "started_unix": 1_767_225_600.0,
+        }
     )
     write_run(folder, header, records, events)
     return folder

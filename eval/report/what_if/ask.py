@@ -69,10 +69,10 @@ def what_if(
     page_size: int,
     realized_rate: float | None,
     serving: Serving,
-    seconds: float = 20.0,
+    seconds: float = 10.0,
     more_tokens: Sequence[int] = (),
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.process_time,
 ) -> WhatIf | None:
     """Simulate other caches on a run.
 
@@ -84,7 +84,7 @@ def what_if(
         seconds: time for simulations; reading the run and compiling (a minute on first use) come on top.
         more_tokens: amounts of memory to add and ask about, beside a half and the whole of what there was.
         progress: called before each simulation with its name, how many are done, and how many there are.
-        clock: in seconds.
+        clock: in seconds; of this process, so that a busy machine answers as many questions.
 
     Returns:
         None where no request can be simulated.
