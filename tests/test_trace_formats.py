@@ -239,6 +239,39 @@ def test_claude_code_compaction_starts_anew(tmp_path: Path, tokenizer: ChatToken
     assert session.main.turns[2].prompt_tokens == len(tokenizer.prompt([{"role": "user", "content": "So far: a."}], []))
 
 
+def test_claude_code_results_of_parallel_calls_are_all_in_the_prompt(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    """Each result hangs to its own call, and the next answer to the last result alone."""
+    call = CLAUDE_CODE[4]
+    second = {**call, "uuid": "w4", "parentUuid": "u4"}
+    use = {**call["message"]["content"][0], "id": "t2", "input": {"prompt": "pwd"}}
+    second["message"] = {**call["message"], "content": [use]}
+    result = CLAUDE_CODE[7]
+    other = {**result, "uuid": "w5", "parentUuid": "w4"}
+    other["message"] = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2", "content": "/src"}]}
+    answer = {**CLAUDE_CODE[8], "parentUuid": "w5"}
+    records = [*CLAUDE_CODE[:5], second, *CLAUDE_CODE[5:8], other, answer]
+    prompts: list[Any] = []
+
+    class Recording:
+        def prompt(self, messages: Any, tools: Any, *, answering: bool = True) -> Any:
+            prompts.append(list(messages))
+            return tokenizer.prompt(messages, tools, answering=answering)
+
+    (session,) = open_trace(_write(tmp_path, "t.jsonl", records), tokenizer=Recording())
+    assert len(session.main.turns) == 2
+    calls = [
+        {"id": "t1", "type": "function", "function": {"name": "Task", "arguments": {"prompt": "ls"}}},
+        {"id": "t2", "type": "function", "function": {"name": "Task", "arguments": {"prompt": "pwd"}}},
+    ]
+    messages = [
+        {"role": "user", "content": "Which files are there?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Look.", "tool_calls": calls},
+        {"role": "tool", "content": "a.py", "tool_call_id": "t1"},
+        {"role": "tool", "content": "/src", "tool_call_id": "t2"},
+    ]
+    assert messages in prompts
+
+
 def test_claude_code_directory_of_sessions(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     _write(tmp_path, "a.jsonl", CLAUDE_CODE)
     _write(tmp_path, "b.jsonl", [{**record, "sessionId": "s-2"} for record in CLAUDE_CODE])

@@ -59,6 +59,7 @@ class _Event:
     """A user or assistant event, or one that only links others."""
 
     source: str
+    order: int  # in the file
     parent: str | None
     messages: list[Message]
     at_s: float | None = None
@@ -76,7 +77,7 @@ def _session(path: Path, tokenizer: ChatTokenizer, notes: list[str]) -> Session:
             name = name or get(raw, "sessionId", str) or ""
             uuid = get(raw, "uuid", str)
             if uuid is not None:
-                events[uuid] = _event(raw, line, events)
+                events[uuid] = _event(raw, line, events, len(events))
         except FieldError as error:
             raise TraceError(str(error), file=line.source, session=name or None, field=error.field) from error
     name = name or path.name.partition(".")[0]
@@ -105,13 +106,13 @@ def _session(path: Path, tokenizer: ChatTokenizer, notes: list[str]) -> Session:
     return Session(name, BLOCK_SIZE, BlockScope.SESSION, main, tuple(subagents), source=str(path))
 
 
-def _event(raw: dict[str, Any], line: Document, events: dict[str, _Event]) -> _Event:
+def _event(raw: dict[str, Any], line: Document, events: dict[str, _Event], order: int) -> _Event:
     parent = get(raw, "parentUuid", str)
     kind = raw.get("type")
     message = get(raw, "message", dict)
     if kind not in ("user", "assistant") or message is None:
         known = events.get(parent or "")
-        return _Event(line.source, parent, [], None if known is None else known.at_s)
+        return _Event(line.source, order, parent, [], None if known is None else known.at_s)
     at = get(raw, "timestamp", str)
     try:
         at_s = None if at is None else seconds(at)
@@ -126,19 +127,20 @@ def _event(raw: dict[str, Any], line: Document, events: dict[str, _Event]) -> _E
         flow = get(raw, "agentId", str) or root
     messages = list(anthropic_messages(kind, message.get("content"), "message.content"))
     answer = (get(message, "id", str, "message") or line.source) if kind == "assistant" else ""
-    return _Event(line.source, parent, messages, at_s, answer, flow, message)
+    return _Event(line.source, order, parent, messages, at_s, answer, flow, message)
 
 
 def _calls(events: dict[str, _Event]) -> dict[str, list[LoggedCall]]:
     """Requests of each flow by time; flows in order of their first event."""
     answers: dict[tuple[str, str], list[_Event]] = {}
+    results = _tool_results(events)
     for event in events.values():
         if event.answer and event.message.get("model") != _OWN_WORDS:
             answers.setdefault((event.flow, event.answer), []).append(event)
     calls: dict[str, list[LoggedCall]] = {}
     for (flow, _), parts in answers.items():
         first, last = parts[0], parts[-1]
-        prompt = _path(events, first.parent)
+        prompt = _path(events, results, first)
         if not prompt:
             continue  # the beginning of the session is not in this file
         parent = events[first.parent or ""]
@@ -163,18 +165,31 @@ def _calls(events: dict[str, _Event]) -> dict[str, list[LoggedCall]]:
     return calls
 
 
-def _path(events: dict[str, _Event], uuid: str | None) -> list[Message]:
-    """Messages from the root to an event; pieces of one answer are one message."""
+def _tool_results(events: dict[str, _Event]) -> dict[str, list[_Event]]:
+    """The events with results of an answer's tool calls, by the answer: those of parallel calls are no chain."""
+    results: dict[str, list[_Event]] = {}
+    for event in events.values():
+        called = events.get(event.parent or "")
+        if called is not None and called.answer and any(message["role"] == "tool" for message in event.messages):
+            results.setdefault(called.answer, []).append(event)
+    return results
+
+
+def _path(events: dict[str, _Event], results: dict[str, list[_Event]], asked: _Event) -> list[Message]:
+    """Messages from the root to the event before ``asked``; pieces of one answer are one message."""
     path: list[_Event] = []
-    seen: set[str] = set()
-    while uuid is not None and uuid in events and uuid not in seen:
-        seen.add(uuid)
-        path.append(events[uuid])
-        uuid = events[uuid].parent
+    seen: set[int] = set()
+    event = events.get(asked.parent or "")
+    while event is not None and event.order not in seen:
+        seen.add(event.order)
+        path.append(event)
+        event = events.get(event.parent or "")
     messages: list[Message] = []
     before = ""
     for event in reversed(path):
-        for message in event.messages:
+        # Results of an answer's calls were sent in one request, but each hangs to its own call.
+        told = [*_siblings(events, results, event, asked, seen), event]
+        for message in (message for one in sorted(told, key=lambda one: one.order) for message in one.messages):
             if event.answer and event.answer == before:
                 messages[-1] = joined([messages[-1], message])
             else:
@@ -182,6 +197,19 @@ def _path(events: dict[str, _Event], uuid: str | None) -> list[Message]:
         if event.messages:
             before = event.answer
     return messages
+
+
+def _siblings(
+    events: dict[str, _Event], results: dict[str, list[_Event]], event: _Event, asked: _Event, seen: set[int]
+) -> list[_Event]:
+    """Other results of the same answer's calls, from before ``asked`` and not on the path; each is given out once."""
+    called = events.get(event.parent or "")
+    if called is None or not any(message["role"] == "tool" for message in event.messages):
+        return []
+    found = results.get(called.answer, [])
+    others = [other for other in found if other.order not in seen and other.order < asked.order]
+    seen.update(other.order for other in others)
+    return others
 
 
 register(TraceFormat("claude-code", _matches, _read))
