@@ -18,7 +18,7 @@ from agentserve.cli.report import command
 from eval.report import Report, render_terminal, summarize
 from eval.report.figures.timeline import running
 from eval.report.html import render_html
-from eval.report.schema import AuditLine
+from eval.report.schema import SCHEMA_VERSION, AuditLine
 from eval.report.text import shortened
 from tests.test_report_summary import FINISHED, SMALL, header, record
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
@@ -262,6 +262,29 @@ def test_command_on_something_else(tmp_path: Path) -> None:
     assert "run.json" in result.output
     both = CliRunner().invoke(command, [str(tmp_path), "--html", "x", "--no-html"])
     assert both.exit_code == 2
+
+
+def test_schema_keeps_every_field_of_its_version() -> None:
+    """Within one version fields may be added; none goes, changes its type, or becomes one that a reader must know."""
+    said = CliRunner().invoke(command, ["--schema"])
+    assert said.exit_code == 0, said.output
+    now = json.loads(said.output)
+    kept = json.loads((Path(__file__).parent.parent / "docs" / "schema" / "report-1.json").read_text())
+    assert now["properties"]["schema_version"]["default"] == SCHEMA_VERSION == 1
+    for name, before in {"Report": kept, **kept["$defs"]}.items():
+        after = now if name == "Report" else now["$defs"][name]
+        for field, kind in before["properties"].items():
+            assert field in after["properties"], f"{name}.{field} is gone: raise schema_version"
+            assert _kind(after["properties"][field]) >= _kind(kind), f"{name}.{field} has another type"
+
+
+def _kind(field: dict[str, object]) -> set[str]:
+    """Types of a field, as text; the values of a closed list may grow."""
+    if "enum" in field:
+        return {str(value) for value in field["enum"]}  # type: ignore[attr-defined]
+    choices = field.get("anyOf", [field])
+    assert isinstance(choices, list)
+    return {str(c.get("$ref") or f"{c.get('type')} of {c.get('items')}") for c in choices}
 
 
 def test_command_says_where_else_to_write(tmp_path: Path) -> None:

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 _GB = 10**9
 
 
+def _print_schema(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        import json
+
+        from eval.report import Report
+
+        click.echo(json.dumps(Report.model_json_schema(), indent=2, sort_keys=True))
+        context.exit()
+
+
 @click.command("report")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "json_out", metavar="PATH", help="JSON file [default: RUN/report.json]; - prints only JSON.")
@@ -23,6 +33,8 @@ _GB = 10**9
 @click.option("--no-html", is_flag=True, help="Write no HTML page.")
 @click.option("--md", "md_out", metavar="PATH", help="Markdown file [default: RUN/report.md; none with --json -].")
 @click.option("--no-md", is_flag=True, help="Write no Markdown.")
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of report.json, and nothing else.")  # fmt: skip
 @click.option("--page", type=click.IntRange(min=1), help="Page size for the theory [default: the server's].")
 @click.option("--slo-ttft", type=click.FloatRange(min=0), metavar="SECONDS", help="Goodput: largest TTFT.")
 @click.option("--slo-tpot", type=click.FloatRange(min=0), metavar="SECONDS", help="Goodput: largest TPOT.")
