@@ -28,12 +28,14 @@ _UNIFIED = f"{_CACHE}.unified_radix_cache.UnifiedRadixCache"
     [
         ("sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill", ["self", "running_batch"]),
         ("sglang.srt.managers.scheduler.Scheduler.close_session", ["self", "recv_req"]),
+        ("sglang.srt.managers.scheduler.Scheduler.update_running_batch", ["self", "batch"]),
         (f"{_CACHE}.registry.register_radix_cache_backend", ["name", "factory"]),
         (f"{_CACHE}.registry.create_unified_radix_cache", ["ctx", "cache_class"]),
         (f"{_CACHE}.unified_cache.tree_core_registry.register_tree_core_backend", ["name", "factory"]),
         (f"{_UNIFIED}.__init__", ["self", "params"]),
         (f"{_UNIFIED}.match_prefix", ["self", "params"]),
         (f"{_UNIFIED}.checkpoint_into_tree", ["self", "req", "up_to", "kwargs"]),
+        (f"{_UNIFIED}.on_release", ["self", "req", "checkpointed"]),
         (f"{_UNIFIED}.evict_for_alloc", ["self", "params", "allocation_reclaim_satisfied"]),
         (f"{_CORE}.__init__", ["self", "params", "components"]),
         (f"{_CORE}.reset", ["self"]),
@@ -55,7 +57,10 @@ def test_what_we_override_or_call_is_still_there(target: str, names: list[str]) 
     assert [name for name, _ in parameters(target_of(target))] == names
 
 
-def test_every_policy_hook_resolves_and_says_why() -> None:
+@pytest.mark.parametrize("journal", ["", "somewhere"])
+def test_every_policy_hook_resolves_and_says_why(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSERVE_JOURNAL", journal)
+    assert len(sglang_plugin.policy_hooks()) == (3 if journal else 2)
     for hook in sglang_plugin.policy_hooks():
         assert callable(target_of(hook.target))
         assert hook.kind == "around"
@@ -73,6 +78,7 @@ def test_a_prefill_batch_still_says_what_starts_in_it() -> None:
     assert {"batch_to_run", "running_batch"} <= set(plan.__annotations__)
     batch = inspect.getsource(target_of("sglang.srt.managers.schedule_batch.Req"))
     assert "self.prefix_len" in batch or "def prefix_len" in batch
+    assert "self.extend_end" in batch
 
 
 PROBE = """

@@ -12,16 +12,22 @@ from typing import IO, Literal, NamedTuple
 
 JOURNAL_VARIABLE = "AGENTSERVE_JOURNAL"
 
-Kind = Literal["arrive", "start", "finish", "end", "evict"]
+# What a request does in its life: it arrives; at each look at the queue it is matched; its prefill starts, and each
+# chunk takes memory up to some token (prefill); what was computed is kept in the tree (keep); each decode step takes a
+# token more; it finishes, or gives its memory back without (release: retracted or aborted) and is matched again.
+# What happens to the cache besides: a conversation ends, a victim is evicted.
+Kind = Literal["arrive", "match", "start", "prefill", "keep", "decode", "release", "finish", "end", "evict"]
 
 
 class JournalEvent(NamedTuple):
     """One event.
 
     Attributes:
-        at_s: the cache's clock, in seconds.
+        at_s: the cache's clock, in seconds; what one step of the scheduler allocates has one time.
         conversation: id of the flow, as the client named it or as it was inferred.
-        tokens: start: prompt tokens that were cached; evict: tokens that went; else 0.
+        tokens: match: tokens that may hit at most; start: prompt tokens that were cached; prefill: end of the chunk,
+            counted from the prompt's begin; keep, finish: tokens that the tree was given; evict: tokens that went;
+            else 0.
     """
 
     at_s: float

@@ -6,6 +6,7 @@ SGLang is never edited. Each row names its target, why it is needed, and the ver
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,8 +68,16 @@ def cpu_hooks() -> tuple[Hook, ...]:
 def policy_hooks() -> tuple[Hook, ...]:
     """Hooks of the live policies; none is registered unless a policy was asked for."""
     from agentserve.runtime import sglang_radix_cache
+    from agentserve.runtime.policy_journal import JOURNAL_VARIABLE
 
+    journal = Hook(
+        "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
+        "around",
+        sglang_radix_cache.journal_decode,
+        "the policy journal says which requests a decode step made room for; SGLang tells the cache only of shortages",
+    )
     return (
+        *((journal,) if os.environ.get(JOURNAL_VARIABLE) else ()),
         Hook(
             "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
             "around",
@@ -145,7 +154,7 @@ def eagle3_hooks() -> tuple[Hook, ...]:
 
     return (
         Hook(
-            "sglang.srt.mem_cache.registry.create_tree_cache",
+            "sglang.srt.mem_cache.registry.create_unified_radix_cache",
             "around",
             sglang_eagle3.cache_by_tokens,
             "keys of token pairs lose one page of every prefix that ends on a page",
@@ -224,30 +233,10 @@ def eagle3_cpu_hooks() -> tuple[Hook, ...]:
 
 def offload_hooks() -> tuple[Hook, ...]:
     """Hooks of offloading to LMCache (checked against 0.5.6); none is registered unless it was asked for."""
-    from agentserve.runtime import (
-        sglang_lmcache_cache,
-        sglang_lmcache_connector,
-        sglang_lmcache_draft,
-        sglang_lmcache_pool,
-    )
+    from agentserve.runtime import sglang_lmcache_cache, sglang_lmcache_connector, sglang_lmcache_pool
 
     lmcache = "lmcache.integration.sglang"
-    drafting = (
-        Hook(
-            "sglang.srt.arg_groups.kv_cache_hook.handle_cache_compatibility",
-            "around",
-            sglang_lmcache_draft.without_refusal,
-            "refuses LMCache with any speculation, since the draft's K and V would not be restored",
-        ),
-        Hook(
-            "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.init_hicache_draft_plan",
-            "after",
-            sglang_lmcache_draft.note_draft_pool,
-            "the connector is handed the target's pool only",
-        ),
-    )
     return (
-        *(drafting if speculation.settings_from() is not None else ()),
         Hook(
             f"{lmcache}.unified_kv_adapter.SGLangUnifiedKVAdapter._resolve_pool_tensors",
             "around",
@@ -307,11 +296,6 @@ def watch_hooks() -> tuple[Hook, ...]:
             "no counter of SGLang tells a prompt token that was never seen from one that was lost",
         ),
     )
-
-
-def offloading() -> bool:
-    """Whether this process offloads to LMCache."""
-    return offload_settings.settings_from() is not None
 
 
 def active_hooks() -> tuple[Hook, ...]:

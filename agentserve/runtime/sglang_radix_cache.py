@@ -1,4 +1,4 @@
-"""Our policies live in SGLang: a radix cache backend and two hooks on the scheduler.
+"""Our policies live in SGLang: a radix cache backend and hooks on the scheduler.
 
 Nothing here is registered unless a policy was asked for (``policy_settings``). Checked against sglang 0.5.23;
 ``policy_hooks`` lists what is touched and why.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class PolicyRadixCache(UnifiedRadixCache):
 
     settings: PolicySettings
 
-    def __init__(self, params: Any, **kwargs: Any) -> None:
+    def __init__(self, params: Any) -> None:
         if params.pp_size > 1:
             raise ValueError(
                 "--radix-cache-backend agentserve does not run with pipeline parallelism: its ranks have no common "
@@ -56,7 +55,7 @@ class PolicyRadixCache(UnifiedRadixCache):
         self.table = SessionTable(self.gaps, params.page_size)
         self.gate = Gate(admission_policy(self.settings.admission), self.table, params.token_to_kv_pool_allocator.size)
         self._reported = 0
-        super().__init__(params, **kwargs)
+        super().__init__(params)
 
     def tick(self, now: float | None = None) -> None:
         """Set the clock, in seconds; it never runs backwards. On several ranks all take the first one's."""
@@ -82,20 +81,30 @@ class PolicyRadixCache(UnifiedRadixCache):
             self.tree_core.note_state(flow)
         return flow
 
-    def note_starts(self, batch: Iterable[Any]) -> None:
-        """The requests of a prefill batch begin now, but for those of which this is a further chunk."""
+    def note_prefill(self, batch: Iterable[Any]) -> None:
+        """The requests of a prefill batch have memory for a chunk; they begin now, or go on with a further one."""
         for req in batch:
+            flow, now = self.flow_of(req), self.tree_core.now
             if not getattr(req, "agentserve_started", False):
                 req.agentserve_started = True
-                self.journal.note("start", self.flow_of(req).id, self.tree_core.now, req.prefix_len)
+                self.journal.note("start", flow.id, now, req.prefix_len)
+            self.journal.note("prefill", flow.id, now, req.extend_end)
+
+    def note_decode(self, batch: Iterable[Any]) -> None:
+        """The requests of a decode batch have memory for a token more."""
+        for req in batch:
+            self.journal.note("decode", self.flow_of(req).id, self.tree_core.now)
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
         req = params.req
-        if req is not None and not self.disable and not getattr(req, "agentserve_matched", False):
-            # A waiting request is matched at every step; only the first time is a use.
-            req.agentserve_matched = True
-            self.tree_core.note_match(self.flow_of(req), result.last_device_node)
+        if req is not None and not self.disable:
+            flow = self.flow_of(req)
+            self.journal.note("match", flow.id, self.tree_core.now, len(params.key))
+            if not getattr(req, "agentserve_matched", False):
+                # A waiting request is matched at every step; only the first time is a use.
+                req.agentserve_matched = True
+                self.tree_core.note_match(flow, result.last_device_node)
         return result
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -103,13 +112,18 @@ class PolicyRadixCache(UnifiedRadixCache):
         if self.disable:
             return
         flow = self.flow_of(req)
+        self.journal.note("finish" if req.finished() else "keep", flow.id, self.tree_core.now, up_to)
         if req.finished():
-            self.journal.note("finish", flow.id, self.tree_core.now)
             self.table.finish(
                 flow, req.rid, stop_of(req), len(req.origin_input_ids) + len(req.output_ids), self.tree_core.now
             )
         if req.last_node is not None:
             self.tree_core.note_path(flow, req.last_node)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        if not checkpointed and not self.disable:
+            self.journal.note("release", self.flow_of(req).id, self.tree_core.now)
 
     def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
         # SGLang lets this walk run until the allocator is satisfied and checks after each victim; a cut needs to
@@ -168,26 +182,12 @@ def build(settings: PolicySettings, context: Any) -> Any:
         **(params.component_registry_override or {}),
         ComponentType.FULL: PolicyFullComponent,
     }
-    return create_unified_radix_cache(context, cache_class=cache_class(settings, context))
+    return create_unified_radix_cache(context, cache_class=cache_class(settings))
 
 
-def cache_class(settings: PolicySettings, context: Any = None) -> Callable[[Any], PolicyRadixCache]:
-    """SGLang makes the cache from its parameters alone: settings are the class's, what LMCache needs is bound."""
-    from agentserve.runtime import sglang_plugin
-
-    if context is None or not sglang_plugin.offloading():
-        return type("PolicyRadixCache", (PolicyRadixCache,), {"settings": settings})
-    from agentserve.runtime.sglang_lmcache_policy import PolicyOffloadCache
-
-    made = type("PolicyOffloadCache", (PolicyOffloadCache,), {"settings": settings})
-    return partial(
-        made,
-        model_config=context.model_config,
-        tp_size=context.tp_size,
-        tp_rank=context.tp_rank,
-        lmcache_config_file=None,  # configured by environment
-        forward_stream=context.tp_worker.model_runner.forward_stream,
-    )
+def cache_class(settings: PolicySettings) -> type[PolicyRadixCache]:
+    """SGLang makes the cache from its parameters alone, so the settings are the class's."""
+    return type("PolicyRadixCache", (PolicyRadixCache,), {"settings": settings})
 
 
 def register_backend(settings: PolicySettings) -> None:
@@ -227,8 +227,17 @@ def prefill_of_admitted(original: Callable[..., Any], scheduler: Any, running_ba
             scheduler.waiting_queue = sorted(
                 [*held, *scheduler.waiting_queue], key=lambda req: place.get(req.rid, len(queue))
             )
-    cache.note_starts(() if plan.batch_to_run is None else plan.batch_to_run.reqs)
+    cache.note_prefill(() if plan.batch_to_run is None else plan.batch_to_run.reqs)
     return plan
+
+
+def journal_decode(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    """AROUND ``Scheduler.update_running_batch``: note whose tokens a decode step made room for."""
+    decoded = original(scheduler, batch)
+    cache = scheduler.tree_cache
+    if isinstance(cache, PolicyRadixCache) and decoded is not None:
+        cache.note_decode(decoded.reqs)
+    return decoded
 
 
 def close_known_session(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -3,10 +3,11 @@
     python -m eval.bench.prediction TRACE --out FOLDER [--json FILE]
 
 starts the tiny M3 on SGLang once for each policy, with memory for the mean of the live contexts, replays the same
-sessions on each, and plays every run's own arrivals, starts and ends on the simulator. Requests of the runs in
-``--predict`` come one after the other, sessions interleaved; those in ``--beside`` come as the sessions send them,
-several at once. The first of ``--beside`` is what the others are measured against. Called again with the same FOLDER
-it goes on with the runs that are missing.
+sessions on each, and plays what every run's scheduler did, step by step, on the simulator (of a server without our
+policies: when its requests were sent and answered). Sessions are interleaved; of the runs in ``--predict`` at most
+``--in-flight`` requests are open at once, those in ``--beside`` come as the sessions send them. The first of
+``--beside`` is what the others are measured against. Called again with the same FOLDER it goes on with the runs that
+are missing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from traces.replay.config import ReplayConfig
 from traces.replay.select import Limits, select
 
 PREDICT = ("lru", "ttl:6", "gittins")
+IN_FLIGHT = (1, 4)
 BESIDE = ("sglang", "gittins+gate:0.9")
 
 
@@ -44,13 +46,15 @@ BESIDE = ("sglang", "gittins+gate:0.9")
 @click.option("--think", default="scaled:0.1,capped:6")
 @click.option("--capacity", "ratio", default=1.0, help="Memory over the mean of the live contexts.")
 @click.option("--predict", multiple=True, default=PREDICT, help="Policies, or none.")
-@click.option("--beside", multiple=True, default=BESIDE)
+@click.option("--in-flight", multiple=True, type=int, default=IN_FLIGHT, help="Open requests of these runs.")
+@click.option("--beside", multiple=True, default=BESIDE, help="Policies, or none.")
 def main(
     trace: str,
     out: Path,
     json_path: Path | None,
     ratio: float,
     predict: Sequence[str],
+    in_flight: Sequence[int],
     beside: Sequence[str],
     **settings: Any,
 ) -> None:
@@ -61,9 +65,9 @@ def main(
     if not checkpoint.exists():
         write_tiny_checkpoint(checkpoint)
     result: dict[str, Any] = {"trace": Path(trace).name, **settings, "capacity_tokens": capacity, "runs": {}}
-    at_once = f"{config.concurrency} sessions at once"
-    for kind, title, names in (("predict", "one at a time", predict), ("beside", at_once, beside)):
-        more = {"in_flight": 1} if kind == "predict" else {}
+    sets = [(f"predict-{n}", f"{n} in flight", predict, {"in_flight": n}) for n in in_flight]
+    sets.append(("beside", f"{config.concurrency} sessions at once", beside, {}))
+    for kind, title, names, more in sets:
         first: LiveRun | None = None
         for name in () if tuple(names) == ("none",) else names:
             live = _run(name, config, kind, more, capacity, checkpoint)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eval.bench.prediction_workload import Played
-from radix_cache.simulator.recorded import FINISH, START, play
+from radix_cache.simulator.recorded import FINISH, START, Recorded, play, play_steps
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def compare(
 ) -> Prediction:
     """Play the run's own events on the simulator and hold the result against what the server reported.
 
+    Where the server wrote down its steps, these are played, else only when requests started and ended.
+
     Args:
         played: the run, see ``prediction_workload``.
         policy: eviction policy of the server.
@@ -69,14 +71,7 @@ def compare(
         truncate: whether its last victim loses only what is needed.
         live_evicted: tokens that it evicted; None: not known.
     """
-    said = play(
-        played.workload,
-        played.events,
-        policy=policy,
-        capacity=capacity,
-        truncate=truncate,
-        held_pages=played.held_pages,
-    )
+    said = _said(played, policy, capacity, truncate)
     live = np.array([one.record.cached_tokens or 0 for one in played.sent])
     prompts = sum(len(one.prompt) for one in played.sent)
     busy = _running_at_start(played)
@@ -92,6 +87,19 @@ def compare(
         predicted_evicted=said.evicted,
         reasons=dict(Counter(difference.why for difference in differences)),
         differences=differences,
+    )
+
+
+def _said(played: Played, policy: str, capacity: int, truncate: bool) -> Recorded:
+    if played.steps is not None:
+        return play_steps(played.workload, played.steps, policy=policy, capacity=capacity, truncate=truncate)
+    return play(
+        played.workload,
+        played.events,
+        policy=policy,
+        capacity=capacity,
+        truncate=truncate,
+        held_pages=played.held_pages,
     )
 
 

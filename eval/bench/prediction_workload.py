@@ -13,7 +13,19 @@ from agentserve.runtime.policy_journal import JournalEvent
 from radix_cache.features import Stop
 from radix_cache.simulator import FlowSpec, TurnSpec, Workload, WorkloadBuilder
 from radix_cache.simulator.layout import Records
-from radix_cache.simulator.recorded import ARRIVE, END, EVENT, FINISH, START
+from radix_cache.simulator.recorded import (
+    ARRIVE,
+    DECODE,
+    END,
+    EVENT,
+    FINISH,
+    KEEP,
+    MATCH,
+    PREFILL,
+    RELEASE,
+    START,
+    STEP,
+)
 from traces.model import MAIN_FLOW
 from traces.replay.clients.base import Tokens, conversation_name
 from traces.replay.rebuild import Sent
@@ -29,6 +41,7 @@ class Played(NamedTuple):
     sent: list[Sent]  # by request
     events: Records  # recorded.EVENT
     held_pages: npt.NDArray[np.int64]  # by request
+    steps: Records | None = None  # recorded.STEP, where the server wrote a journal
 
 
 class _Pages:
@@ -64,8 +77,8 @@ def played_run(
         events: its events; ``ended`` ones end flows.
         page_size: of the server, in tokens.
         told: whether the server was told stop reasons.
-        journal: what the server's policies wrote down: its own times then count, else the client's, where a request
-            starts when it is sent.
+        journal: what the server's policies wrote down: its own times and steps then count, else the client's times,
+            where a request starts when it is sent.
 
     Raises:
         ValueError: the journal misses a request of the run.
@@ -86,14 +99,11 @@ def played_run(
                 specs.append(FlowSpec([_turn(one, pages, page_size, told) for one in turns]))
                 by_request += turns
         builder.add(session, specs)
-    return Played(
-        builder.build(),
-        by_request,
-        _events(by_request, events, flow_numbers)
-        if journal is None
-        else _own_events(by_request, journal, flow_numbers),
-        np.array([_held_pages(one, page_size) for one in by_request], dtype=np.int64),
-    )
+    held = np.array([_held_pages(one, page_size) for one in by_request], dtype=np.int64)
+    if journal is None:
+        return Played(builder.build(), by_request, _events(by_request, events, flow_numbers), held)
+    steps = _own_steps(by_request, journal, flow_numbers)
+    return Played(builder.build(), by_request, _as_events(steps), held, steps[steps["kind"] != START])
 
 
 def _turn(one: Sent, pages: _Pages, page_size: int, told: bool) -> TurnSpec:
@@ -126,9 +136,20 @@ def _events(sent: Sequence[Sent], events: Iterable[RunEvent], flows: dict[tuple[
     return np.array(rows, dtype=EVENT)
 
 
-def _own_events(sent: Sequence[Sent], journal: Iterable[JournalEvent], flows: dict[tuple[str, str], int]) -> Records:
-    """The server's events: the n-th arrival of a conversation is its n-th request, and so on."""
-    kinds = {"arrive": ARRIVE, "start": START, "finish": FINISH}
+_KINDS: dict[str, int] = {
+    "arrive": ARRIVE,
+    "match": MATCH,
+    "start": START,
+    "prefill": PREFILL,
+    "keep": KEEP,
+    "decode": DECODE,
+    "release": RELEASE,
+    "finish": FINISH,
+}
+
+
+def _own_steps(sent: Sequence[Sent], journal: Iterable[JournalEvent], flows: dict[tuple[str, str], int]) -> Records:
+    """The server's steps: the n-th arrival of a conversation is its n-th request, and what follows belongs to it."""
     number_of = {conversation_name(*key): number for key, number in flows.items()}
     requests: dict[str, list[int]] = {}
     for number, one in enumerate(sent):
@@ -136,21 +157,31 @@ def _own_events(sent: Sequence[Sent], journal: Iterable[JournalEvent], flows: di
     seen: Counter[tuple[str, str]] = Counter()
     rows = []
     for event in journal:
-        flow = number_of.get(event.conversation)
+        name = event.conversation
+        flow = number_of.get(name)
         if flow is None or event.kind == "evict":
             continue  # a health check, or a conversation of an earlier run
         if event.kind == "end":
-            rows.append((event.at_s, END, flow))
+            rows.append((event.at_s, END, flow, 0))
             continue
-        place = seen[event.kind, event.conversation]
-        seen[event.kind, event.conversation] += 1
-        if place < len(requests[event.conversation]):
-            rows.append((event.at_s, kinds[event.kind], requests[event.conversation][place]))
+        seen[event.kind, name] += 1
+        place = seen["arrive", name] - 1
+        if 0 <= place < len(requests[name]):
+            rows.append((event.at_s, _KINDS[event.kind], requests[name][place], event.tokens))
     for name, numbers in requests.items():
-        for kind in kinds:
+        for kind in ("arrive", "start", "finish"):
             if seen[kind, name] != len(numbers):
                 raise ValueError(
                     f"the journal has {seen[kind, name]} events {kind!r} of {name}, the run {len(numbers)} requests; "
                     "a journal must be of one run, from its start to its end"
                 )
-    return np.array(rows, dtype=EVENT)
+    return np.array(rows, dtype=STEP)
+
+
+def _as_events(steps: Records) -> Records:
+    """When each request arrived, started and ended, and when conversations were over."""
+    chosen = steps[np.isin(steps["kind"], (ARRIVE, START, FINISH, END))]
+    events = np.zeros(len(chosen), dtype=EVENT)
+    for field in ("time", "kind", "which"):
+        events[field] = chosen[field]
+    return events

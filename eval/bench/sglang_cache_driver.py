@@ -2,7 +2,9 @@
 
 What a request does to the cache is done in the order in which SGLang 0.5.23 does it: match and lock, make room for
 what is missing and a page more, insert the prompt, and at the end insert prompt and answer, split where the prompt
-ends, unlock. It takes milliseconds where a server takes seconds, and it is the live code that decides.
+ends, unlock. ``start`` and ``finish`` do it in two calls; ``look_up``, ``prefill``, ``keep``, ``decode`` and
+``release`` are what a scheduler's steps do with several requests in flight. It takes milliseconds where a server takes
+seconds, and it is the live code that decides.
 """
 
 from __future__ import annotations
@@ -66,7 +68,12 @@ class _Request:
 
     def __init__(self, rid: str, prompt: Sequence[int], session_id: str | None) -> None:
         self.rid, self.origin_input_ids, self.session_id = rid, array("q", prompt), session_id
+        self.answer: array[int] = array("q")  # as far as it has KV
+        self.found: Any = None  # of the last match
         self.lock: Any = None
+        self.length = 0  # tokens that have slots
+        self.kept = 0  # tokens that the tree holds for it, locked
+        self.inserted = 0  # tokens that it inserted itself
         self.slots = torch.empty(0, dtype=torch.int64)  # KV of prompt and answer, in whole pages
 
 
@@ -97,6 +104,7 @@ class CacheDriver:
             )
         )
         self._running: dict[str, _Request] = {}
+        self.evicted = 0  # tokens
         self.refused = 0  # requests for which no memory was left
 
     def arrive(self, rid: str, prompt: Sequence[int], session_id: str | None, now: float) -> None:
@@ -129,9 +137,10 @@ class CacheDriver:
             self.refused += 1
             return None
         if short > 0:
-            self.cache.evict_for_alloc(EvictParams(num_tokens=short))
+            self.evicted += self.cache.evict_for_alloc(EvictParams(num_tokens=short)).num_tokens_evicted
         request.slots = torch.cat([self.cache.path_device_indices(found.last_device_node), self._slots.take(missing)])
-        self._insert(request, prompt, hit)
+        request.kept = hit
+        self._insert(request, prompt)
         return hit
 
     def finish(self, rid: str, answer: Sequence[int], stop: Stop, now: float) -> None:
@@ -139,15 +148,57 @@ class CacheDriver:
         self.cache.tick(now)
         request = self._running.pop(rid)
         prompt = request.origin_input_ids
-        tokens = prompt + array("q", answer[:-1])
-        kept = len(tokens) // self._page * self._page
         flow = self.cache.flow_of(request)
         self.cache.table.finish(flow, rid, stop, len(prompt) + len(answer), now)
-        if request.lock is None:
-            return
-        self._insert(request, tokens, len(prompt) // self._page * self._page)
-        self._slots.free(request.slots[kept:])
-        self.cache.unlock(request.lock)
+        if request.lock is not None:
+            self._insert(request, prompt + array("q", answer[:-1]))
+            self._free(request)
+
+    def look_up(self, rid: str, now: float) -> int:
+        """Match a waiting request, as a scheduler does each time that it looks at it. Returns the tokens that hit."""
+        self.cache.tick(now)
+        request = self._running[rid]
+        tokens = request.origin_input_ids + request.answer
+        request.found = self.cache.match_prefix(MatchPrefixParams(key=self._key(tokens[:-1]), req=request))
+        return int(request.found.device_prefix_len)
+
+    def prefill(self, chunks: Sequence[tuple[str, int]], now: float) -> None:
+        """One allocation for chunks of requests, each from where it stands up to some token."""
+        self.cache.tick(now)
+        wanted = 0
+        for rid, until in chunks:
+            request = self._running[rid]
+            if request.lock is None:
+                node = request.found.last_device_node
+                request.lock = self.cache.lock(node)
+                request.slots = self.cache.path_device_indices(node)
+                request.kept = request.length = int(request.found.device_prefix_len)
+            wanted += until - request.length + self._page
+        self._make_room(wanted)
+        for rid, until in chunks:
+            self._take(self._running[rid], until)
+
+    def keep(self, rid: str, now: float) -> None:
+        """A chunk is computed: the tree gets what the request has so far."""
+        self.cache.tick(now)
+        request = self._running[rid]
+        self._insert(request, (request.origin_input_ids + request.answer)[: request.length])
+
+    def decode(self, tokens: Sequence[tuple[str, int]], now: float) -> None:
+        """One allocation for a decode step: each request takes its newest token in."""
+        self.cache.tick(now)
+        self._make_room(len(tokens) * self._page)
+        for rid, token in tokens:
+            request = self._running[rid]
+            request.answer.append(token)
+            self._take(request, request.length + 1)
+
+    def release(self, rid: str, now: float) -> None:
+        """Take a running request's memory back; it is to be matched again."""
+        self.cache.tick(now)
+        request = self._running[rid]
+        self._free(request)
+        request.kept = request.inserted = request.length = 0
 
     def end(self, name: str, now: float) -> None:
         """A session or flow is over."""
@@ -164,20 +215,41 @@ class CacheDriver:
     def _key(self, tokens: Sequence[int]) -> Any:
         return RadixKey(array("q", tokens), None).page_aligned(self._page)
 
-    def _insert(self, request: _Request, tokens: Sequence[int], known: int) -> None:
-        """Insert a sequence of which ``known`` tokens are in the tree and locked; the lock moves to its end."""
+    def _make_room(self, tokens: int) -> None:
+        short = tokens - self._slots.available_size()
+        if short > 0:
+            self.evicted += self.cache.evict_for_alloc(EvictParams(num_tokens=short)).num_tokens_evicted
+
+    def _take(self, request: _Request, until: int) -> None:
+        pages = -(-until // self._page) - len(request.slots) // self._page
+        request.slots = torch.cat([request.slots, self._slots.take(pages * self._page)])
+        request.length = until
+
+    def _free(self, request: _Request) -> None:
+        self._slots.free(request.slots[request.kept :])
+        request.slots = request.slots[:0]
+        self.cache.unlock(request.lock)
+        request.lock = None
+
+    def _insert(self, request: _Request, tokens: Sequence[int]) -> None:
+        """Insert a sequence of which ``kept`` tokens are in the tree and locked; the lock moves to its end."""
         key = self._key(tokens)
         whole = len(key)
         if whole == 0:
             return
-        result = self.cache.insert(InsertParams(key=key, value=request.slots[:whole].clone(), prev_prefix_len=known))
+        values = request.slots[:whole].clone()
+        result = self.cache.insert(
+            InsertParams(key=key, value=values, prev_prefix_len=request.kept, inserted_len=request.inserted)
+        )
         prompt = self._key(request.origin_input_ids)
         if 0 < len(prompt) < whole:
+            head = values[: len(prompt)].clone()
             self.cache.insert(
-                InsertParams(key=prompt, value=request.slots[: len(prompt)].clone(), prev_prefix_len=len(prompt))
+                InsertParams(key=prompt, value=head, prev_prefix_len=len(prompt), inserted_len=len(prompt))
             )
         end = result.last_device_node
         request.slots[:whole] = self.cache.path_device_indices(end)
+        request.kept = request.inserted = whole
         self.cache.unlock(request.lock)
         request.lock = self.cache.lock(end)
         self.cache.tree_core.note_path(self.cache.flow_of(request), end)

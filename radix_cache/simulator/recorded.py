@@ -11,19 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radix_cache.eviction import eviction_policy
-from radix_cache.simulator.jit import jit
-from radix_cache.simulator.layout import REJECTED, Records, fate_at, flow_at, request_at
+from radix_cache.eviction import EvictionPolicy, eviction_policy
+from radix_cache.simulator.jit import core, jit
+from radix_cache.simulator.layout import NONE, REJECTED, Records, fate_at, flow_at, request_at
 from radix_cache.simulator.run import Setting, new_cache
 from radix_cache.simulator.serve import arrive, finish, set_state, start
+from radix_cache.simulator.state import Cache
+from radix_cache.simulator.steps import HOLD, end_request, give_back, keep, look_up, make_room, take, want_prefill
 from radix_cache.simulator.uses import UNKNOWN
 from radix_cache.simulator.workload import Workload
 
 ARRIVE, START, FINISH, END = 0, 1, 2, 3
+MATCH, PREFILL, KEEP, DECODE, RELEASE = 4, 5, 6, 7, 8  # of a server's steps, see ``play_steps``
+_NAMES = {ARRIVE: "arrive", START: "start", FINISH: "finish"}
 LIVE, ENDED = 0, 2
 
 # What happened, in order; ``which`` is a request, for END a flow. Times in seconds on one clock.
 EVENT = np.dtype([("time", "f8"), ("kind", "i4"), ("which", "i4")], align=True)
+STEP = np.dtype([("time", "f8"), ("kind", "i4"), ("which", "i4"), ("tokens", "i4")], align=True)
 
 
 class Recorded(NamedTuple):
@@ -31,7 +36,8 @@ class Recorded(NamedTuple):
 
     Attributes:
         hit: prompt tokens served by the cache, int32, one entry a request of the workload.
-        refused: requests for which the simulator had no memory left beside those that ran; they hit nothing.
+        refused: requests for which the simulator had no memory left beside those that ran; they hit nothing. Of a
+            run's steps: allocations that did not fit.
         evicted: tokens.
     """
 
@@ -51,6 +57,15 @@ def _start(c: Any, which: int, spare: int) -> bool:
     return bool(start(c, which))
 
 
+@core
+def _arrive(c: Any, which: int) -> None:
+    flow = request_at(c, which).flow
+    if flow_at(c, flow).state == ENDED:
+        set_state(c, flow, LIVE)
+    if which != flow_at(c, flow).first:
+        arrive(c, which, which - 1)
+
+
 @jit
 def _play(c: Any, events: Records, spare: int) -> int:
     refused = 0
@@ -61,11 +76,7 @@ def _play(c: Any, events: Records, spare: int) -> int:
         if kind == END:
             set_state(c, which, ENDED)
         elif kind == ARRIVE:
-            flow = request_at(c, which).flow
-            if flow_at(c, flow).state == ENDED:
-                set_state(c, flow, LIVE)
-            if which != flow_at(c, flow).first:
-                arrive(c, which, which - 1)
+            _arrive(c, which)
         elif kind == START:
             if not _start(c, which, spare):
                 fate_at(c, which).status = REJECTED
@@ -73,6 +84,44 @@ def _play(c: Any, events: Records, spare: int) -> int:
         else:
             finish(c, which)
     return refused
+
+
+@jit
+def _play_steps(c: Any, holds: int, steps: Records) -> int:
+    overfull = 0
+    i = 0
+    while i < len(steps):
+        kind, which, tokens = steps[i].kind, steps[i].which, steps[i].tokens
+        c.now = steps[i].time
+        c.stamp += 1
+        last = i + 1
+        if kind == END:
+            set_state(c, which, ENDED)
+        elif kind == ARRIVE:
+            _arrive(c, which)
+            flow_at(c, request_at(c, which).flow).context = request_at(c, which).prompt
+        elif kind == MATCH:
+            look_up(c, holds, which, tokens // c.page)
+        elif kind == KEEP:
+            keep(c, holds, which, tokens)
+        elif kind == RELEASE:
+            give_back(c, holds, which)
+        elif kind == FINISH:
+            end_request(c, holds, which, tokens)
+        else:
+            # All that one step allocates is made room for at once.
+            while last < len(steps) and steps[last].kind == kind and steps[last].time == c.now:
+                last += 1
+            wanted = 0
+            for k in range(i, last):
+                wanted += want_prefill(c, holds, steps[k].which, steps[k].tokens) if kind == PREFILL else c.page
+            make_room(c, which, wanted)
+            for k in range(i, last):
+                take(c, holds, steps[k].which, steps[k].tokens if kind == PREFILL else 0)
+            if c.used + c.reserved > c.capacity:
+                overfull += 1
+        i = last
+    return overfull
 
 
 def play(
@@ -99,14 +148,8 @@ def play(
         ValueError: events that miss a request, or a policy that knows the future.
         RuntimeError: an invariant of the simulator failed; the message says to report it.
     """
-    chosen = eviction_policy(policy)
-    if chosen.offline:
-        raise ValueError(f"eviction policy {chosen.name!r} knows the future: a recorded run has none to tell it")
-    for kind, name in ((ARRIVE, "arrive"), (START, "start"), (FINISH, "finish")):
-        seen = np.bincount(events["which"][events["kind"] == kind], minlength=len(workload.requests))
-        if not (seen == 1).all():
-            wrong = int(np.flatnonzero(seen != 1)[0])
-            raise ValueError(f"each request must {name} once; request {wrong} does {seen[wrong]} times")
+    chosen = _known_policy(policy)
+    _check_once(events, (ARRIVE, START, FINISH), len(workload.requests))
     cache = new_cache(workload, capacity, chosen, Setting(policy=policy, capacity=capacity, truncate=truncate), UNKNOWN)
     if held_pages is not None:
         requests = workload.requests.copy()
@@ -115,7 +158,61 @@ def play(
         cache.put("requests", requests)
     spare = 0 if held_pages is None else workload.page_size
     refused = int(_play(cache.record, np.sort(events, order="time", kind="stable"), spare))
+    return _recorded(cache, policy, refused)
+
+
+def play_steps(workload: Workload, steps: Records, *, policy: str, capacity: int, truncate: bool = True) -> Recorded:
+    """Play what a server's scheduler did, step by step, on an empty cache.
+
+    What the server decided is taken from the recording: when it looked at a waiting request, how far a prefill went,
+    who was in a decode step, what was taken back. What it found in its cache, what it had to evict and whom is left
+    to the simulator.
+
+    Args:
+        workload: what was asked.
+        steps: array of ``STEP``, in order. ``tokens`` is for MATCH how many may hit, for PREFILL where the chunk
+            ends, for KEEP and FINISH how many the tree was given, all counted from the prompt's begin. PREFILL or
+            DECODE steps that follow each other at one time are one allocation.
+        policy: eviction policy, one that does not need the future.
+        capacity: tokens.
+        truncate: whether the last victim loses only the pages that are needed.
+
+    Raises:
+        ValueError: steps that miss a request, a prefill without a match, or a policy that knows the future.
+        RuntimeError: an invariant of the simulator failed; the message says to report it.
+    """
+    chosen = _known_policy(policy)
+    _check_once(steps, (ARRIVE, FINISH), len(workload.requests))
+    for kind, name in ((MATCH, "match"), (PREFILL, "prefill")):
+        missing = np.setdiff1d(np.arange(len(workload.requests)), steps["which"][steps["kind"] == kind])
+        if len(missing):
+            raise ValueError(f"each request must {name}; request {missing[0]} does not")
+    inserts = int(np.isin(steps["kind"], (KEEP, FINISH)).sum())
+    setting = Setting(policy=policy, capacity=capacity, truncate=truncate)
+    cache = new_cache(workload, capacity, chosen, setting, UNKNOWN, refills=inserts)
+    holds = np.zeros(len(workload.requests), dtype=HOLD)
+    holds["lock"] = NONE
+    overfull = int(_play_steps(cache.record, holds.ctypes.data, steps))
+    return _recorded(cache, policy, overfull)
+
+
+def _known_policy(name: str) -> EvictionPolicy:
+    policy = eviction_policy(name)
+    if policy.offline:
+        raise ValueError(f"eviction policy {policy.name!r} knows the future: a recorded run has none to tell it")
+    return policy
+
+
+def _check_once(events: Records, kinds: tuple[int, ...], requests: int) -> None:
+    for kind in kinds:
+        seen = np.bincount(events["which"][events["kind"] == kind], minlength=requests)
+        if not (seen == 1).all():
+            wrong = int(np.flatnonzero(seen != 1)[0])
+            raise ValueError(f"each request must {_NAMES[kind]} once; request {wrong} does {seen[wrong]} times")
+
+
+def _recorded(cache: Cache, policy: str, refused: int) -> Recorded:
     if cache.record["broken"]:
-        raise RuntimeError(f"the simulator broke an invariant with {policy}, {capacity}; please report it")
+        raise RuntimeError(f"the simulator broke an invariant with {policy}; please report it")
     evicted = sum(int(cache.record[f"evicted_{name}"]) for name in ("live", "parked", "ended", "superseded"))
-    return Recorded(cache.fates["hit"].copy(), refused, evicted * workload.page_size)
+    return Recorded(cache.fates["hit"].copy(), refused, evicted * int(cache.record["page"]))
