@@ -154,7 +154,7 @@ def eagle3_hooks() -> tuple[Hook, ...]:
 
     return (
         Hook(
-            "sglang.srt.mem_cache.registry.create_unified_radix_cache",
+            "sglang.srt.mem_cache.registry.create_tree_cache",
             "around",
             sglang_eagle3.cache_by_tokens,
             "keys of token pairs lose one page of every prefix that ends on a page",
@@ -233,10 +233,30 @@ def eagle3_cpu_hooks() -> tuple[Hook, ...]:
 
 def offload_hooks() -> tuple[Hook, ...]:
     """Hooks of offloading to LMCache (checked against 0.5.6); none is registered unless it was asked for."""
-    from agentserve.runtime import sglang_lmcache_cache, sglang_lmcache_connector, sglang_lmcache_pool
+    from agentserve.runtime import (
+        sglang_lmcache_cache,
+        sglang_lmcache_connector,
+        sglang_lmcache_draft,
+        sglang_lmcache_pool,
+    )
 
     lmcache = "lmcache.integration.sglang"
+    drafting = (
+        Hook(
+            "sglang.srt.arg_groups.kv_cache_hook.handle_cache_compatibility",
+            "around",
+            sglang_lmcache_draft.without_refusal,
+            "refuses LMCache with any speculation, since the draft's K and V would not be restored",
+        ),
+        Hook(
+            "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.init_hicache_draft_plan",
+            "after",
+            sglang_lmcache_draft.note_draft_pool,
+            "the connector is handed the target's pool only",
+        ),
+    )
     return (
+        *(drafting if speculation.settings_from() is not None else ()),
         Hook(
             f"{lmcache}.unified_kv_adapter.SGLangUnifiedKVAdapter._resolve_pool_tensors",
             "around",
@@ -276,6 +296,11 @@ def fact_hooks() -> tuple[Hook, ...]:
             "answers tell how many tokens were hit, but not why others were not restored or how long admission held",
         ),
     )
+
+
+def offloading() -> bool:
+    """Whether this process offloads to LMCache."""
+    return offload_settings.settings_from() is not None
 
 
 def watch_hooks() -> tuple[Hook, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class PolicyRadixCache(UnifiedRadixCache):
 
     settings: PolicySettings
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, **kwargs: Any) -> None:
         if params.pp_size > 1:
             raise ValueError(
                 "--radix-cache-backend agentserve does not run with pipeline parallelism: its ranks have no common "
@@ -55,7 +56,7 @@ class PolicyRadixCache(UnifiedRadixCache):
         self.table = SessionTable(self.gaps, params.page_size)
         self.gate = Gate(admission_policy(self.settings.admission), self.table, params.token_to_kv_pool_allocator.size)
         self._reported = 0
-        super().__init__(params)
+        super().__init__(params, **kwargs)
 
     def tick(self, now: float | None = None) -> None:
         """Set the clock, in seconds; it never runs backwards. On several ranks all take the first one's."""
@@ -182,12 +183,26 @@ def build(settings: PolicySettings, context: Any) -> Any:
         **(params.component_registry_override or {}),
         ComponentType.FULL: PolicyFullComponent,
     }
-    return create_unified_radix_cache(context, cache_class=cache_class(settings))
+    return create_unified_radix_cache(context, cache_class=cache_class(settings, context))
 
 
-def cache_class(settings: PolicySettings) -> type[PolicyRadixCache]:
-    """SGLang makes the cache from its parameters alone, so the settings are the class's."""
-    return type("PolicyRadixCache", (PolicyRadixCache,), {"settings": settings})
+def cache_class(settings: PolicySettings, context: Any = None) -> Callable[[Any], PolicyRadixCache]:
+    """SGLang makes the cache from its parameters alone: settings are the class's, what LMCache needs is bound."""
+    from agentserve.runtime import sglang_plugin
+
+    if context is None or not sglang_plugin.offloading():
+        return type("PolicyRadixCache", (PolicyRadixCache,), {"settings": settings})
+    from agentserve.runtime.sglang_lmcache_policy import PolicyOffloadCache
+
+    made = type("PolicyOffloadCache", (PolicyOffloadCache,), {"settings": settings})
+    return partial(
+        made,
+        model_config=context.model_config,
+        tp_size=context.tp_size,
+        tp_rank=context.tp_rank,
+        lmcache_config_file=None,  # configured by environment
+        forward_stream=context.tp_worker.model_runner.forward_stream,
+    )
 
 
 def register_backend(settings: PolicySettings) -> None:
