@@ -224,23 +224,24 @@ def main(count: int, seed: int, only: tuple[str, ...], out: Path | None, inside:
         raise click.UsageError(
             f"no format {' or '.join(only)}; known are {', '.join(sorted({s.format for s in samples()}))}"
         )
-    results: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for sample in chosen:
         result = in_own_process(sample, count, seed)
-        results[f"{sample.format} ({sample.name})"] = result
-        click.echo(f"{sample.format} ({sample.name}): {json.dumps(result)}", err=True)
-    results = dict(sorted((_earlier(out, seed, count) | results).items()))
-    document = {
-        "command": "python -m eval.bench.fuzz_readers",
-        "seed": seed,
-        "limits": {"seconds_per_input": MAX_SECONDS, "memory_growth_mb": MAX_GROWTH_MB},
-        "passed": all(map(passed, results.values())),
-        "results": results,
-    }
-    text = json.dumps(document, indent=2)
-    click.echo(text)
-    if out is not None:
-        out.write_text(text + "\n")
+        name = f"{sample.format} ({sample.name})"
+        click.echo(f"{name}: {json.dumps(result)}", err=True)
+        # Written after each format: a run that is ended early keeps what it has.
+        known = {**document.get("results", {}), **_earlier(out, seed, count)}
+        results = dict(sorted({**known, name: result}.items()))
+        document = {
+            "command": "python -m eval.bench.fuzz_readers",
+            "seed": seed,
+            "limits": {"seconds_per_input": MAX_SECONDS, "memory_growth_mb": MAX_GROWTH_MB},
+            "passed": all(map(passed, results.values())),
+            "results": results,
+        }
+        if out is not None:
+            out.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo(json.dumps(document, indent=2))
     if not document["passed"]:
         raise SystemExit(1)
 
