@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
 from agentserve.cli.launch import command
 from agentserve.launch.daemon import daemon_plan
 from agentserve.launch.facts import read_facts
 from agentserve.launch.host import free_port
 from agentserve.launch.offload_checks import check_offload
 from agentserve.launch.plan import make_plan
-from agentserve.launch.preflight import check_shared_kv
+from agentserve.launch.preflight import check_shared_kv, rank_bytes_per_token
 from agentserve.launch.recipe import Override, Recipe, RecipeError, find_recipe, load_recipe
 from offload.settings import SETTINGS_VARIABLE, OffloadError, settings_from
 
@@ -130,7 +131,7 @@ def test_checks_name_field_and_remedy(tiny_checkpoint: Path) -> None:
     assert "memory_gb 4 is more than the 1.0 GB available" in found[2]
 
 
-def test_shared_memory_has_to_hold_the_kv_cache(tiny_checkpoint: Path) -> None:
+def test_shared_memory_has_to_hold_the_kv_cache(tiny_checkpoint: Path, tmp_path: Path) -> None:
     facts = read_facts(tiny_checkpoint)
     made = recipe(tiny_checkpoint)
     (finding,) = check_shared_kv(made, facts, 64 << 20)
@@ -139,6 +140,14 @@ def test_shared_memory_has_to_hold_the_kv_cache(tiny_checkpoint: Path) -> None:
     assert "--shm-size" in finding.fix
     assert "which is missing" in next(check_shared_kv(made, facts, None)).what
     assert not list(check_shared_kv(made, facts, 1 << 30))
+    # All ranks' caches lie there, and a draft's.
+    capacity = made.kv.capacity_tokens or 0
+    two = recipe(tiny_checkpoint, tp=2)
+    both = 2 * rank_bytes_per_token(two, facts) * capacity
+    assert list(check_shared_kv(two, facts, both - 1))
+    assert not list(check_shared_kv(two, facts, both))
+    draft = read_facts(write_tiny_eagle3(tmp_path / "draft"))
+    assert list(check_shared_kv(two, facts, both, draft))
 
 
 def test_the_command_line_shows_what_would_run(tiny_checkpoint: Path) -> None:

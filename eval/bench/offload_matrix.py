@@ -1,14 +1,15 @@
-"""Every way a prefix can come back, against a server without offload: same tokens, same log-probabilities.
+"""Every way a prefix can come back, against answers computed without any: same tokens, same log-probabilities.
 
 ``python -m eval.bench.offload_matrix --out FILE`` goes through tensor parallelism 1 and 2, index reuse off and on,
 EAGLE3 off and on. In each combination, with prompts of 300 to 8,000 tokens on the tiny M3 in float32:
 
-1. *device*: a first server computes the prompts, stores them, and answers them again from its own cache;
+1. *computed* and *device*: a first server computes the prompts (those of 2. and 3., too, under keys of their own, so
+   that nothing of them is found later), stores them, and answers them again from its own cache;
 2. *engine restart*: a second server gets them, and prompts that share nine tenths with them, from LMCache;
 3. *Redis only*: daemons and their memory are replaced under the running server; the same comes from Redis.
 
-All answers are compared with those of a server without offload, drafts and tensor parallelism. FILE keeps the
-combinations that are done: call it again to go on. Exit code 1 when a check fails.
+All answers are compared with those computed by the first combination with the same index reuse: without drafts, on one
+rank. FILE keeps the combinations that are done: call it again to go on. Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -79,10 +80,17 @@ def shared(length: int) -> int:
     return length * 9 // 10
 
 
-def ask(http: httpx.Client, ids: list[int]) -> Answer:
-    """A greedy answer."""
+def stored_chunks() -> int:
+    """Chunks that a rank stores of all prompts with their answers, whose last token has no K and V."""
+    prompts = [prompt for length in LENGTHS for prompt in (whole(length), branch(length, 1), branch(length, 2))]
+    return sum((len(prompt) + NEW_TOKENS - 1) // CHUNK for prompt in prompts)
+
+
+def ask(http: httpx.Client, ids: list[int], key: str | None = None) -> Answer:
+    """A greedy answer; prompts under different keys share no cache."""
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    response = http.post("/generate", json={"input_ids": ids, "sampling_params": sampling, "return_logprob": True})
+    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "extra_key": key}
+    response = http.post("/generate", json=body)
     response.raise_for_status()
     meta = response.json()["meta_info"]
     values = meta["output_token_logprobs"]
@@ -145,19 +153,8 @@ class Bench:
         ):
             yield http
 
-    def baseline(self, reuse: bool) -> dict[str, Any]:
-        """Answers without offload, drafts and ranks: full prompts, and two branches of each."""
-        with self.served(Case(1, reuse, False)) as http:
-            made = {}
-            for length in LENGTHS:
-                made[f"{length} full"] = ask(http, whole(length))
-                for number in (1, 2):
-                    flush(http)
-                    made[f"{length} part {number}"] = ask(http, branch(length, number))
-        return made
-
-    def run(self, case: Case, baseline: dict[str, Any]) -> dict[str, Any]:
-        """One combination; raises RuntimeError when a tier does not answer."""
+    def run(self, case: Case, baseline: dict[str, Answer]) -> dict[str, Any]:
+        """One combination; fills an empty baseline. Raises RuntimeError when a tier does not answer."""
         checks: list[dict[str, Any]] = []
         device: dict[int, Answer] = {}
         with ExitStack() as stack:
@@ -179,9 +176,13 @@ class Bench:
             }
 
             def compare(way: str, http: httpx.Client, length: int, part: int = 0) -> Answer:
-                answer = ask(http, branch(length, part) if part else whole(length))
                 name = f"{length} part {part}" if part else f"{length} full"
-                expected = 0 if way in ("cold", "device") else (shared(length) if part else length - 1) // CHUNK * CHUNK
+                key = name if way == "computed" and part else None
+                answer = ask(http, branch(length, part) if part else whole(length), key)
+                if way == "computed":
+                    baseline.setdefault(name, answer)
+                here = way in ("computed", "device")
+                expected = 0 if here else (shared(length) if part else length - 1) // CHUNK * CHUNK
                 checks.append(
                     {
                         "way": way,
@@ -198,17 +199,19 @@ class Bench:
             with daemons(specs, self.folder):
                 with self.served(case, **fields) as http:
                     for length in LENGTHS:
-                        compare("cold", http, length)
+                        compare("computed", http, length)
                         device[length] = compare("device", http, length)
+                        compare("computed", http, length, part=1)
+                        compare("computed", http, length, part=2)
                     flush(http)
-                    until(lambda: redis.keys() >= case.tp * sum(length // CHUNK for length in LENGTHS), "Redis has all")
+                    until(lambda: redis.keys() >= case.tp * stored_chunks(), "Redis has all")
                 restarted = stack.enter_context(self.served(case, **fields))
                 for length in LENGTHS:
                     compare("engine restart", restarted, length)
                     compare("engine restart", restarted, length, part=1)
             until(lambda: counted(restarted, "agentserve_offload_online") == 0, "the daemons are missed")
             with daemons(specs, self.folder):
-                until(lambda: counted(restarted, "agentserve_offload_online") == 1, "the new daemons are in use")
+                until(lambda: counted(restarted, "agentserve_offload_online") == case.tp, "the new daemons are in use")
                 flush(restarted)
                 for length in LENGTHS:
                     compare("Redis only", restarted, length)
@@ -262,11 +265,9 @@ def main(out: Path, only: tuple[str, ...]) -> None:
             if case.name in result["cases"] or (only and not any(text in case.name for text in only)):
                 continue
             reuse = "on" if case.reuse else "off"
-            if reuse not in result["baselines"]:
-                result["baselines"][reuse] = bench.baseline(case.reuse)
-                save(out, result)
-            baseline = {name: Answer(*values) for name, values in result["baselines"][reuse].items()}
+            baseline = {name: Answer(*values) for name, values in result["baselines"].get(reuse, {}).items()}
             result["cases"][case.name] = bench.run(case, baseline)
+            result["baselines"][reuse] = baseline
             save(out, result)
             click.echo(summary(case.name, result["cases"][case.name]))
     for name, found in result["cases"].items():
