@@ -104,6 +104,34 @@ def test_a_live_run_with_restored_tokens() -> None:
     assert report.realized_by_tier.model_dump() == {"device": 4, "host": 0, "storage": 4}
 
 
+def test_a_match_is_before_what_the_request_stored_itself() -> None:
+    """As seen on the tiny M3: what turn 1 of ``a`` computed is evicted before the next batch says that it had its first
+    token. Its loss is still due to ``b``'s first turn."""
+    sent = [("a", 0, 0.0, 0), ("b", 0, 4.0, 0), ("a", 1, 8.0, 8), ("b", 1, 11.0, 8)]
+    records = [
+        record(s, turn, 17, 16 if turn else 0, cached_tokens=hit, sent_s=at, first_token_s=at + 2.8, done_s=at + 2.9,
+               recorded_stop="tool_use")
+        for s, turn, at, hit in sent
+    ]  # fmt: skip
+    first = {"a": 0, "b": 4}
+    paths = {
+        (s, "main", turn): RequestPages(session=s, flow="main", turn=turn, prompt=((first[s], 4),), answer=())
+        for s, turn, _, _ in sent
+    }
+    told: list[tuple[float, tuple[Any, ...]]] = [
+        (2.0, (("store", 1, ((0, 4),)),)),
+        (6.0, (("store", 1, ((4, 2),)), ("remove", 1, ((2, 2),)))),
+        (6.5, (("store", 1, ((6, 2),)),)),
+        (10.0, (("remove", 1, ((6, 2),)), ("store", 1, ((2, 2),)))),
+        (13.0, (("remove", 1, ((2, 2),)), ("store", 1, ((6, 2),)))),
+    ]
+    batches = [EventBatch(seq=i, ts=at, at=at, ops=ops) for i, (at, ops) in enumerate(told)]
+    events = KvEvents(_header(), batches, paths)
+    a, b = attribute_with_events(records, records[2:], events, CacheKind(PAGE))
+    assert a.losses == (Loss(Cause.EVICTED, 8, 8, EvictedBy.NEW_SESSION, VictimState.TOOL_WAIT, 1),)
+    assert b.losses == (Loss(Cause.EVICTED, 8, 8, EvictedBy.RECOMPUTE, VictimState.TOOL_WAIT, 2),)
+
+
 def test_facts_of_a_request_reach_the_record() -> None:
     book = FactBook(remembered=2)
     book.admission("a", False, 1.0)

@@ -96,6 +96,7 @@ class _Open:
     last: int  # page number before the first lost one; _NOWHERE: the first page was lost
     first: int  # page number of the first one that the device did not have; _NOWHERE: nothing was lost
     exact: bool = False  # a state of the cache fitted
+    final: bool = False  # it has stored what it lacked: it was matched before
 
 
 class _Matcher:
@@ -111,6 +112,7 @@ class _Matcher:
         self._open: dict[int, _Open] = {}
         self._running: set[int] = set()
         self._uncharged: list[int] = []
+        self._left: list[int] = []  # ended, but this batch may still tell of their last store
         self._arrived: list[int] = []  # requests in order of sending
         self.gains: dict[int, list[Loss]] = {}
 
@@ -145,6 +147,10 @@ class _Matcher:
         for other in self._running:
             if self._first_token(other) <= record.sent_s:
                 self.sweep.computed(other)  # no batch of events need tell of it
+        for other in [r for r in self._running if self._records[r].done_s <= record.sent_s]:
+            one = self._open.get(other)
+            if one is None or one.final or one.first == _NOWHERE:
+                self._leave(other)  # what is evicted for a request that was sent later finds it ended
         self.sweep.arrive(request)
         if record.held_s is not None:
             self.sweep.hold(request)
@@ -169,6 +175,7 @@ class _Matcher:
                     continue
                 if self._has_last(one) or _within(one.last, ranges):
                     self._capture(one, exact=True)
+                    one.final = self._is_own(one)
             self._charge(int(ranges[-1].sum()) - 1 if len(ranges) else _NOWHERE)
         self.sweep.store(ranges, tier)
 
@@ -189,6 +196,7 @@ class _Matcher:
 
     def _pass(self, now: float) -> None:
         """A batch is done: close what has its first token, end what has ended."""
+        self._left.clear()
         for request in [r for r in self._running if self._first_token(r) < now]:
             one = self._open.pop(request, None)
             if one is not None:
@@ -204,6 +212,15 @@ class _Matcher:
             if self._records[request].done_s < now:
                 self._running.discard(request)
                 self.sweep.end(request)
+
+    def _leave(self, request: int) -> None:
+        one = self._open.pop(request, None)
+        if one is not None:
+            self._note_gain(one)
+            self.sweep.use(request)
+        self._running.discard(request)
+        self._left.append(request)
+        self.sweep.end(request)
 
     def _note_gain(self, one: _Open) -> None:
         """A hit beyond theory is explained where a request that was sent later has the same pages."""
@@ -229,8 +246,13 @@ class _Matcher:
     def _has_last(self, one: _Open) -> bool:
         return one.last == _NOWHERE or self.sweep.state.has(one.last, DEVICE)
 
+    def _is_own(self, one: _Open) -> bool:
+        """Whether nobody but the request itself can store the first page that it lacked."""
+        others = (self._asked[request] for request in (*self._running, *self._left) if request != one.request)
+        return not any(_within(one.first, asked.prompt) or _within(one.first, asked.answer) for asked in others)
+
     def _capture(self, one: _Open, *, exact: bool) -> None:
-        if exact or not one.exact:
+        if not one.final and (exact or not one.exact):
             answer = self._records[one.request].offload
             heard = None if answer is None else TierAnswer(**answer.model_dump())
             self.sweep.look_up(one.request, one.hit, one.best, self._cache.page_size, heard)
@@ -250,7 +272,7 @@ class _Matcher:
         for request in self._open:
             if _within(page, self._asked[request].prompt):
                 return request
-        for request in sorted(self._running):
+        for request in (*sorted(self._running), *self._left):
             if _within(page, self._asked[request].answer) or _within(page, self._asked[request].prompt):
                 return request
         return NONE
