@@ -60,13 +60,15 @@ class Bed:
         return tokens_of(self._seed, length)
 
     def stored(self) -> tuple[list[int], list[torch.Tensor]]:
-        """A new prompt whose state the daemon has, and what its slots held."""
+        """A new prompt whose state the daemon has, and what its slots held. Raises RuntimeError."""
+        wait_until(lambda: bool(self.lab.connector.online), RESUME_S, "the daemon is used")
         ids = self.prompt()
         slots = self.lab.take(LENGTH)
         held = rows(self.lab.pool, slots)
-        if not self.lab.store(f"store-{self._seed}", ids, slots, wait_s=60):
-            raise RuntimeError("a store of a healthy daemon failed")
+        done = self.lab.store(f"store-{self._seed}", ids, slots, wait_s=60)
         self.lab.allocator.free(slots)
+        if not done:
+            raise RuntimeError("the daemon did not store a prompt")
         fill(self.lab.pool, self._seed % 1000)
         return ids, held
 
@@ -90,7 +92,6 @@ class Bed:
     def resumed(self) -> float:
         """Seconds until a newly stored prompt is hit again."""
         started = time.monotonic()
-        wait_until(lambda: bool(self.lab.connector.online), RESUME_S, "the daemon is used again")
         while not self.hit(*self.stored()):
             if time.monotonic() - started > RESUME_S:
                 raise RuntimeError("no hits again")

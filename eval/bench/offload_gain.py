@@ -31,7 +31,7 @@ from traces.replay.run import replay
 from traces.replay.select import Limits, select
 from traces.replay.store import read_run
 
-TRACE = "generated:preset=tiny,sessions=14,seed=5,block_size=64"
+TRACE = "generated:preset=tiny,sessions=10,seed=5,block_size=64"
 PAGE = 128
 
 
@@ -101,7 +101,7 @@ def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool
 @click.argument("trace", default=TRACE)
 @click.option("--out", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
 @click.option("--capacity", "capacities", multiple=True, default=(0.5, 1.0), help="Memory over the live contexts.")
-@click.option("--concurrency", default=7, help="Sessions active at once.")
+@click.option("--concurrency", default=6, help="Sessions active at once.")
 @click.option("--sessions", type=int)
 @click.option("--max-turns", default=8)
 @click.option("--max-output", default=4)

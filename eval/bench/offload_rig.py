@@ -103,10 +103,10 @@ def _each(statement: str) -> str:
 @contextmanager
 def daemon(
     folder: Path, *, memory_gb: float = 1.0, l2: str | None = None, client: RedisClient = "valkey",
-    frozen_after_s: float = 600.0,
+    frozen_after_s: float = 600.0, port: int | None = None,
 ) -> Iterator[Daemon]:  # fmt: skip
-    """A daemon on free ports that is started again when it ends; freezing it is the caller's business."""
-    spec = DaemonSpec("127.0.0.1", free_port(), free_port(), CHUNK, memory_gb, l2=l2, redis_client=client)
+    """A daemon that is started again when it ends, on a free port unless one is given; to freeze it is the caller's."""
+    spec = DaemonSpec("127.0.0.1", port or free_port(), free_port(), CHUNK, memory_gb, l2=l2, redis_client=client)
     with Daemon(daemon_plan(spec, folder), folder / "lmcache.log", frozen_after_s=frozen_after_s) as running:
         yield running
 
