@@ -35,7 +35,10 @@ _COUNT = click.IntRange(min=1)
 @click.option("--skip-bad", is_flag=True, help="Skip faulty sessions instead of stopping at the first.")
 @click.option("--sessions", type=_COUNT, help="Replay this many sessions of the trace.")
 @click.option("--concurrency", type=_COUNT, default=4, help="Sessions active at once.")
-@click.option("--think", default="recorded", help="recorded, scaled:FACTOR, capped:SECONDS or none.")
+@click.option("--in-flight", type=_COUNT, help="Requests open at once; the others wait.  [default: one a flow]")
+@click.option("--think", metavar="FORM", default="recorded",
+              help="Waits between turns: recorded, none, scaled:FACTOR, capped:SECONDS, or both as in "
+              "scaled:0.1,capped:6 (a tenth of what was recorded, 6 s at most).")  # fmt: skip
 @click.option("--history", type=click.Choice(["recorded", "own"]), default="recorded",
               help="Send the recorded continuation as history, or the server's own output.")  # fmt: skip
 @click.option("--sharing", type=click.Choice(["session", "tools+system"]), default="session",

@@ -12,11 +12,13 @@ import heapq
 import json
 import random
 import tracemalloc
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -158,13 +160,13 @@ def measure(requests: Sequence[Request], capacity: int, eviction: str, faults: I
     return rows
 
 
-def table_growth(ids: int) -> tuple[int, int]:
-    """Flows kept, and bytes held, after ``ids`` sessions that never end."""
-    table = SessionTable(GapTable(), PAGE)
-    rng = random.Random(0)
+def table_growth(ids: int, limit: int = 4096) -> tuple[int, int]:
+    """Flows kept, and bytes held, after ``ids`` sessions that never end, in a table of ``limit`` flows."""
+    table = SessionTable(GapTable(), PAGE, limit=limit)
+    rng = np.random.default_rng(0)
     tracemalloc.start()
     for number in range(ids):
-        prompt = [rng.randrange(*VOCAB) for _ in range(2 * PAGE)]
+        prompt = array("q", rng.integers(*VOCAB, 2 * PAGE).tobytes())
         flow = table.arrive(str(number), prompt, f"session-{number}", float(number))
         table.finish(flow, str(number), Stop.TOOL, len(prompt), float(number))
     held, _ = tracemalloc.get_traced_memory()
