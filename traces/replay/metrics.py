@@ -16,7 +16,8 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,6 +132,25 @@ class MetricsLog:
         with self._file.open("ab") as file:
             file.write(orjson.dumps(line) + b"\n")
         return True
+
+
+@asynccontextmanager
+async def sampled(
+    file: Path, metrics: Callable[[], Awaitable[str]], clock: Callable[[], float], every_s: float
+) -> AsyncIterator[None]:
+    """Take samples meanwhile, and one more at the end; none where ``every_s`` is 0. Arguments as in ``MetricsLog``."""
+    if not every_s:
+        yield
+        return
+    log = MetricsLog(file, metrics, clock, every_s)
+    sampling = asyncio.create_task(log.run())
+    try:
+        yield
+    finally:
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+        await log.sample()
 
 
 def read_metrics(run: Path) -> list[Sample]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +21,7 @@ from traces.replay.engine import Engine, Rules, Status, ignore_record
 from traces.replay.events import EventError
 from traces.replay.events_zmq import EventRecorder, recorder_for
 from traces.replay.given import PROMPTS, GivenPrompts, write_prompts
-from traces.replay.metrics import METRICS, MetricsLog
+from traces.replay.metrics import METRICS, sampled
 from traces.replay.record import RunEvent, RunHeader, ServerInfo
 from traces.replay.select import Limits, Selection, select
 from traces.replay.signals import Signals
@@ -221,7 +220,7 @@ async def _run(
     if before is None or not _same_process(before.header.server, server):
         writer.metrics(METRICS_START, await client.metrics())
     with Signals(engine.interrupt, enabled=handle_signals):
-        async with _sampled(config, client, clock):
+        async with sampled(config.out / METRICS, client.metrics, clock, config.metrics_every_s):
             status = await engine.run(selection.sessions)
     writer.metrics(METRICS_END, await client.metrics())
     if status == "interrupted":
@@ -238,23 +237,6 @@ async def _run(
         interrupted_requests=engine.interrupted_requests,
         wall_s=time.monotonic() - started,
     )
-
-
-@asynccontextmanager
-async def _sampled(config: ReplayConfig, client: Client, clock: Callable[[], float]) -> AsyncIterator[None]:
-    """Write down the server's counters meanwhile, and once more at the end."""
-    if not config.metrics_every_s:
-        yield
-        return
-    log = MetricsLog(config.out / METRICS, client.metrics, clock, config.metrics_every_s)
-    sampling = asyncio.create_task(log.run())
-    try:
-        yield
-    finally:
-        sampling.cancel()
-        with suppress(asyncio.CancelledError):
-            await sampling
-        await log.sample()
 
 
 def _client(config: ReplayConfig, api_key: str | None) -> Client:
