@@ -81,8 +81,9 @@ def capacity_curve(found: WhatIf) -> Figure:
         "capacity",
         "Hit rate by cache size",
         "Simulated on this run's own requests, each policy alone; the axis of sizes is logarithmic. Theoretical: a"
-        " cache without bounds. belady knows the future, so no server reaches it. The star is what the server"
-        f" reported at the size that it had. Live contexts are {count(round(found.live_tokens))} tokens on average.",
+        " cache without bounds. A request that does not fit into a cache at all hits nothing there. belady knows the"
+        " future, so no server reaches it. The star is what the server reported at the size that it had."
+        f" Live contexts are {count(round(found.live_tokens))} tokens on average.",
         plot,
     )
 

@@ -23,6 +23,7 @@ from traces.replay.record import RequestRecord, RunHeader
 CURVE_POLICIES = ("lru", "gittins", "belady")
 OF_LIVE = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # cache sizes, as multiples of the live contexts
 OF_OWN = (1.25, 1.5, 2.0)  # and of this run's own
+ALIKE = 0.04  # sizes that differ by less are one
 SATURATED = 5e-4  # a cache of which no larger one brings more than this
 UNLIKE = 0.02  # a simulated rate this far from the server's is a doubt
 
@@ -134,10 +135,9 @@ class _Asking:
         limitless = self._simulate("a cache without bounds", replace(self._own, policy="lru", capacity=UNBOUNDED))
         assert limitless is not None  # the first one always runs
         self._reference = limitless
-        largest = self._largest()
-        live = max(limitless.mean_context, float(largest))
+        live = limitless.mean_context or float(self._largest())  # no moment had all clients busy
         questions = self._questions(more) if known else []
-        sizes = self._sizes(live, largest, known)
+        sizes = self._sizes(live, known)
         policies = list(dict.fromkeys((self._own.policy, *CURVE_POLICIES)))
         self._total = 1 + known + len(questions) + len(sizes) * len(policies)
         base = self._simulate("this run's own setting", self._own) if known else limitless
@@ -176,9 +176,12 @@ class _Asking:
         self._done += 1
         began = self._budget.clock()
         reference = self._reference if self._made and eviction_policy(setting.policy).offline else None
-        self._made[setting] = simulate(self._work, setting, reference=reference)
+        outcome = simulate(self._work, setting, reference=reference)
         self._budget.longest = max(self._budget.longest, self._budget.clock() - began)
-        return self._made[setting]
+        if self._made:  # only the first one's requests are needed again
+            outcome = replace(outcome, fates=outcome.fates[:0].copy(), log=outcome.log[:0].copy())
+        self._made[setting] = outcome
+        return outcome
 
     def _questions(self, more: Sequence[int]) -> list[Question]:
         own, size = self._own, self._own.capacity
@@ -202,23 +205,26 @@ class _Asking:
             Question("belady", "an order that knows the future (no server does)", replace(cut, policy="belady")),
         ]  # fmt: skip
 
-    def _sizes(self, live: float, largest: int, known: bool) -> list[int]:
-        sizes = {int(part * live) for part in OF_LIVE}
-        if known:
-            own = self._own.capacity
-            sizes |= {own, *(int(part * own) for part in OF_OWN if own < OF_LIVE[-1] * live)}
-        fitting = {max(size // self._page, 1) * self._page for size in sizes if size >= largest}
-        return sorted(fitting)
+    def _sizes(self, live: float, known: bool) -> list[int]:
+        kept = [self._own.capacity] if known else []
+        sizes = [int(part * live) for part in OF_LIVE]
+        if known and self._own.capacity < OF_LIVE[-1] * live:
+            sizes += [int(part * self._own.capacity) for part in OF_OWN]
+        for size in sizes:
+            whole = max(size // self._page, 1) * self._page
+            if all(abs(whole / other - 1) > ALIKE for other in kept):
+                kept.append(whole)
+        return sorted(kept)
 
     def _largest(self) -> int:
-        """Tokens of the largest request, in whole pages."""
-        tokens = int((self._work.requests["prompt"] + self._work.requests["output"]).max())
-        return -(-tokens // self._page) * self._page
+        """Tokens of the largest request."""
+        return int((self._work.requests["prompt"] + self._work.requests["output"]).max())
 
     def _curve(self, sizes: Sequence[int], policies: Sequence[str], live: float) -> list[CurvePoint]:
         """From the smallest cache up, and no further than any policy gains."""
         points: list[CurvePoint] = []
         best = self._reference.total_rate
+        own = self._own.capacity if self._own.capacity < UNBOUNDED else 0
         for size in sizes:
             rates: dict[str, float | None] = {}
             for policy in policies:
@@ -228,7 +234,7 @@ class _Asking:
                 rates[policy] = None if outcome is None else outcome.total_rate
             points.append(CurvePoint(capacity_tokens=size, of_live=size / live, rates=rates))
             reached = [rate for rate in rates.values() if rate is not None]
-            if len(reached) == len(policies) and min(reached) >= best - SATURATED and size >= self._own.capacity:
+            if len(reached) == len(policies) and min(reached) >= best - SATURATED and size >= own:
                 break
         return points
 
