@@ -331,6 +331,21 @@ def test_mooncake_sessions_of_three_kinds(tmp_path: Path, tokenizer: ChatTokeniz
     assert "hash_ids of new tokens are no blocks of the prompt" in stats.notes[0]
 
 
+def test_fields_that_are_not_read_are_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    def ignored(name: str) -> dict[str, int]:
+        stats = ReadStats()
+        list(open_trace(_sample(name, tmp_path), stats=stats, tokenizer=tokenizer))
+        return dict(stats.ignored)
+
+    weka = ignored("weka session.json")
+    assert weka == {"models": 2, "input_types": 5, "output_types": 5, "ttft": 5, "subagent_type": 1, "status": 1}
+    assert ignored("weka-rows rows.jsonl") == {name: 2 * count for name, count in weka.items()}
+    assert ignored("mooncake mooncake.jsonl") == {}
+    assert ignored("bailian bailian.jsonl") == {"type": 3, "turn": 3}
+    assert ignored("tracelab tracelab.jsonl")["newly_append_tokens"] == 3
+    assert ignored("codex codex.jsonl") == {"messages (their text)": 3}
+
+
 # --- faults
 
 CASES: dict[str, tuple[list[Any], int, dict[str, Any], str]] = {

@@ -11,6 +11,7 @@ Two prompts share exactly the leading blocks whose ids are equal. The last, part
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -140,6 +141,7 @@ class ReadStats:
     skipped_sessions: int = 0
     skipped: list[str] = field(default_factory=list)  # one message per skipped session, with file and field
     notes: list[str] = field(default_factory=list)  # accepted oddities worth telling the user
+    ignored: Counter[str] = field(default_factory=Counter)  # values of the format that the model has no place for
 
 
 class TraceError(ValueError):

@@ -114,17 +114,19 @@ def anonymize(trace: TraceInput, out: Path, key_file: Path | None, to: str, as_j
 
 def _tell(trace: TraceInput, out: Path, to: str, written: Written, as_json: bool) -> None:
     trace.tell_skipped()
+    lost, ignored = dict(written.lost.most_common()), dict(trace.stats.ignored.most_common())
     if as_json:
         counts = {"sessions": written.sessions, "requests": written.requests}
-        print_json({"trace": trace.path, "out": str(out), "format": to, **counts, "lost": dict(written.lost)})
+        print_json({"trace": trace.path, "out": str(out), "format": to, **counts, "lost": lost, "ignored": ignored})
         return
     click.echo(f"{out}: {written.sessions:,} sessions, {written.requests:,} requests as {to}")
-    if not written.lost:
+    if not lost and not ignored:
         click.echo("nothing was lost")
         return
-    table = Table("not in this format", "values lost")
-    for field, count in written.lost.most_common():
-        table.add_row(field, f"{count:,}")
+    table = Table("lost", "values", "why")
+    for fields, why in ((lost, f"{to} has no place for it"), (ignored, "agentserve does not read it")):
+        for field, count in fields.items():
+            table.add_row(field, f"{count:,}", why)
     Console().print(table)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import orjson
 
-from traces import Session, open_trace
+from traces import ReadStats, Session, open_trace
 from traces.readers.files import Document
 from traces.readers.weka import build_session, documents
 from traces.statistics import TraceStatistics
@@ -44,7 +44,7 @@ def only_parse(raw: list[Document]) -> None:
 
 def parsed_as_usual(raw: list[Document]) -> Iterable[Session]:
     for document in raw:
-        yield build_session(orjson.loads(document.raw), document.source, [])
+        yield build_session(orjson.loads(document.raw), document.source, ReadStats())
 
 
 def command_seconds(path: Path) -> float:

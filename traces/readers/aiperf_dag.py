@@ -18,6 +18,7 @@ refused); ``extra`` is ignored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -83,7 +84,9 @@ def _matches(path: str) -> bool:
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
     tokenizer = reading.text_tokenizer(path)
-    return reading.parsed(grouped_lines(path, _roots), partial(_session, tokenizer=tokenizer))
+    return reading.parsed(
+        grouped_lines(path, _roots), partial(_session, tokenizer=tokenizer, ignored=reading.stats.ignored)
+    )
 
 
 def _roots(lines: Iterator[Document]) -> list[str | None]:
@@ -125,10 +128,10 @@ def _branches(conversation: _Conversation) -> dict[str, _Branch]:
     return found
 
 
-def _session(group: Group, tokenizer: ChatTokenizer) -> Session:
+def _session(group: Group, tokenizer: ChatTokenizer, ignored: Counter[str]) -> Session:
     conversations: dict[str, tuple[Document, _Conversation]] = {}
     for line in group.lines:
-        parsed = validated(_Conversation, parse_object(line), line.source)
+        parsed = validated(_Conversation, parse_object(line), line.source, ignored=ignored)
         if parsed.context_mode not in (None, _DEFAULT_MODE):
             message = f"only '{_DEFAULT_MODE}' is supported; give complete prompts in another format"
             raise _fault(line, parsed, message, "context_mode")

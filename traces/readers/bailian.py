@@ -16,6 +16,7 @@ Not supported: ``type`` and ``turn`` are ignored; there are no tools, stop reaso
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -50,7 +51,7 @@ def _matches(path: str) -> bool:
 
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
-    return reading.parsed(grouped_lines(path, each_line(_Roots(reading.stats.notes))), _Parser())
+    return reading.parsed(grouped_lines(path, each_line(_Roots(reading.stats.notes))), _Parser(reading.stats.ignored))
 
 
 class _Roots:
@@ -81,13 +82,12 @@ class _Roots:
 class _Parser:
     """Turns the lines of one conversation into a session; contents are chained over the whole trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: Counter[str]) -> None:
         self._chainer = Chainer()
+        self._ignored = ignored
 
     def __call__(self, group: Group) -> Session:
-        parsed = [
-            (line, validated(_Line, parse_object(line), line.source, session=group.key or None)) for line in group.lines
-        ]
+        parsed = [(line, self._line(line, group.key or None)) for line in group.lines]
         parsed.sort(key=lambda pair: pair[1].timestamp)
         turns: list[Turn] = []
         before = NO_IDS
@@ -98,6 +98,9 @@ class _Parser:
             before = contents
         main = Flow(MAIN_FLOW, tuple(turns), start_s=turns[0].start_s)
         return Session(group.key, BLOCK_SIZE, BlockScope.GLOBAL, main, source=parsed[0][0].source)
+
+    def _line(self, line: Document, session: str | None) -> _Line:
+        return validated(_Line, parse_object(line), line.source, session=session, ignored=self._ignored)
 
     @staticmethod
     def _contents(index: int, line: Document, request: _Line, session: str) -> BlockIds:

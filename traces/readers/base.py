@@ -24,6 +24,7 @@ class Reading:
     stats: ReadStats
     skip_bad: bool = False
     tokenizer: ChatTokenizer | None = None
+    text: bool = False  # the format holds text, of which only equal blocks are kept
 
     def parsed(self, documents: Iterator[Unparsed], parse: Callable[[Unparsed], Session]) -> Iterator[Session]:
         """Parse one document at a time; a faulty one raises TraceError, or is counted with ``skip_bad``."""
@@ -50,6 +51,7 @@ class Reading:
                 "(agentserve traces ... --tokenizer DIR; other commands read what 'agentserve traces convert' wrote)",
                 file=path,
             )
+        self.text = True
         return self.tokenizer
 
     def fault(self, error: TraceError) -> None:
@@ -141,5 +143,7 @@ def _counted(path: str, sessions: Iterator[Session], reading: Reading, limit: in
         seen.add(session.id)
         reading.stats.sessions += 1
         reading.stats.requests += session.request_count
+        if reading.text:
+            reading.stats.ignored["messages (their text)"] += session.request_count
         reading.stats.prompt_tokens += sum(t.prompt_tokens for f in session.flows() for t in f.turns)
         yield session

@@ -14,6 +14,7 @@ becomes part of a later prompt without the trace saying so, so theoretical rates
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,18 +44,19 @@ def _matches(path: str) -> bool:
 
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
-    return reading.parsed(line_documents(path), _Parser())
+    return reading.parsed(line_documents(path), _Parser(reading.stats.ignored))
 
 
 class _Parser:
     """Parses one line; ids must be chained over the whole file, so it remembers who follows whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: Counter[str]) -> None:
         self._chain = ChainCheck()
+        self._ignored = ignored
 
     def __call__(self, line: Document) -> Session:
         number = line.source.rpartition(":")[2]
-        parsed = validated(_Line, parse_object(line), line.source, session=number, turn=0)
+        parsed = validated(_Line, parse_object(line), line.source, session=number, turn=0, ignored=self._ignored)
         ids = block_ids(parsed.hash_ids)
         if ids is None:
             raise self._error("must be a list of 64-bit integers", line, "hash_ids")

@@ -75,7 +75,9 @@ def _read(path: str, reading: Reading) -> Iterator[Session]:
 
 
 def _session(group: Group, reading: Reading, chain: Chainer) -> Session:
-    lines = [(line, validated(_Line, parse_object(line), line.source)) for line in group.lines]
+    lines = [
+        (line, validated(_Line, parse_object(line), line.source, ignored=reading.stats.ignored)) for line in group.lines
+    ]
     kind = _kind(lines[0][1])
     for index, (line, parsed) in enumerate(lines):
         if _kind(parsed) != kind:

@@ -18,8 +18,10 @@ cannot be put in order and are refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import orjson
@@ -61,7 +63,7 @@ def _matches(path: str) -> bool:
 
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
-    return reading.parsed(grouped_lines(path, each_line(session_key)), _session)
+    return reading.parsed(grouped_lines(path, each_line(session_key)), partial(_session, ignored=reading.stats.ignored))
 
 
 def session_key(line: Document) -> str | None:
@@ -84,10 +86,10 @@ def seconds(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _session(group: Group) -> Session:
+def _session(group: Group, ignored: Counter[str]) -> Session:
     rounds = []
     for line in group.lines:
-        parsed = validated(_Round, parse_object(line), line.source, session=group.key or None)
+        parsed = validated(_Round, parse_object(line), line.source, session=group.key or None, ignored=ignored)
         rounds.append((*_times(line, parsed, group.key), parsed))
     rounds.sort(key=lambda entry: entry[0])
     origin = rounds[0][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -20,18 +22,40 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(
-    model: type[Model], raw: dict[str, Any], source: str, *, session: str | None = None, turn: int | None = None
+    model: type[Model],
+    raw: dict[str, Any],
+    source: str,
+    *,
+    session: str | None = None,
+    turn: int | None = None,
+    ignored: Counter[str] | None = None,
 ) -> Model:
-    """The object as ``model``.
+    """The object as ``model``; fields that the model does not have are counted in ``ignored``.
 
     Raises:
         TraceError: a field is missing or has a wrong value; names source and field.
     """
     try:
-        return model.model_validate(raw)
+        parsed = model.model_validate(raw)
     except ValidationError as error:
         message, field = complaint(error)
         raise TraceError(message, file=source, session=session, turn=turn, field=field) from error
+    if ignored is not None:
+        count_ignored(model, raw, ignored)
+    return parsed
+
+
+def count_ignored(model: type[BaseModel], raw: dict[str, Any], ignored: Counter[str]) -> None:
+    """Count fields of an object that ``model`` does not read."""
+    known = _known(model)
+    for name in raw:
+        if name not in known:
+            ignored[name[:100]] += 1
+
+
+@functools.cache
+def _known(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(info.alias or name for name, info in model.model_fields.items())
 
 
 def complaint(error: ValidationError) -> tuple[str, str | None]:

@@ -27,15 +27,16 @@ are ignored.
 from __future__ import annotations
 
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from traces.model import MAIN_FLOW, BlockIds, BlockScope, Flow, Session, StopReason, TraceError, Turn
+from traces.model import MAIN_FLOW, BlockIds, BlockScope, Flow, ReadStats, Session, StopReason, TraceError, Turn
 from traces.readers import json_ids
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.files import (
@@ -48,7 +49,7 @@ from traces.readers.files import (
     read_file,
 )
 from traces.readers.ids import NO_IDS, ChainCheck, block_ids, full_blocks
-from traces.readers.validate import Name, OutputTokens, PromptTokens, Seconds
+from traces.readers.validate import Name, OutputTokens, PromptTokens, Seconds, count_ignored
 from traces.spawn import attach
 
 _ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tgz", ".tar.bz2")
@@ -96,7 +97,7 @@ def _matches(path: str) -> bool:
 
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
-    return reading.parsed(documents(Path(path)), partial(parse_session, notes=reading.stats.notes))
+    return reading.parsed(documents(Path(path)), partial(parse_session, stats=reading.stats))
 
 
 def documents(path: Path) -> Iterator[Document]:
@@ -128,8 +129,8 @@ def _members(path: Path) -> Iterator[Document]:
         raise TraceError("no .json member in this archive; is it a Weka collection?", file=str(path))
 
 
-def parse_session(document: Document, notes: list[str]) -> Session:
-    """One session from its JSON; oddities that are accepted are appended to ``notes``.
+def parse_session(document: Document, stats: ReadStats) -> Session:
+    """One session from its JSON; accepted oddities and ignored fields go to ``stats``.
 
     Raises:
         TraceError: naming file, session, turn and field.
@@ -139,10 +140,10 @@ def parse_session(document: Document, notes: list[str]) -> Session:
     except orjson.JSONDecodeError as error:
         message = f"not valid JSON ({error}); the file is truncated or damaged, get it again or skip it (--skip-bad)"
         raise TraceError(message, file=document.source) from error
-    return build_session(raw, document.source, notes, lists)
+    return build_session(raw, document.source, stats, lists)
 
 
-def build_session(raw: object, source: str, notes: list[str], lists: list[BlockIds] | None = None) -> Session:
+def build_session(raw: object, source: str, stats: ReadStats, lists: list[BlockIds] | None = None) -> Session:
     """One session from its parsed JSON; with ``lists`` each ``hash_ids`` is an index of them.
 
     Raises:
@@ -152,7 +153,17 @@ def build_session(raw: object, source: str, notes: list[str], lists: list[BlockI
         parsed = _Session.model_validate(raw)
     except ValidationError as error:
         raise _fault(source, raw, error) from error
-    return _Builder(source, parsed, notes, lists).session()
+    session = _Builder(source, parsed, stats.notes, lists).session()
+    _count_ignored(cast(dict[str, Any], raw), stats.ignored)
+    return session
+
+
+def _count_ignored(raw: dict[str, Any], ignored: Counter[str]) -> None:
+    count_ignored(_Session, raw, ignored)
+    for entry in raw["requests"]:
+        count_ignored(_Subagent if entry["type"] == "subagent" else _Request, entry, ignored)
+        for inner in entry["requests"] if entry["type"] == "subagent" else ():
+            count_ignored(_Request, inner, ignored)
 
 
 class _Builder:

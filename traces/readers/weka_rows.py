@@ -33,12 +33,11 @@ def _matches(path: str) -> bool:
 
 
 def _read(path: str, reading: Reading) -> Iterator[Session]:
-    notes = reading.stats.notes
     if path.endswith(_PARQUET) or Path(path).is_dir():
         from traces.readers.parquet import parquet_rows  # pyarrow is heavy
 
-        return reading.parsed(parquet_rows(Path(path), _COLUMNS), lambda row: build_session(*row, notes))
-    return reading.parsed(line_documents(path), partial(parse_session, notes=notes))
+        return reading.parsed(parquet_rows(Path(path), _COLUMNS), lambda row: build_session(*row, reading.stats))
+    return reading.parsed(line_documents(path), partial(parse_session, stats=reading.stats))
 
 
 register(TraceFormat("weka-rows", _matches, _read))
