@@ -79,6 +79,7 @@ class _Subagent(_Strict):
     requests: Annotated[list[_Request], Field(min_length=1)]
     agent_id: str | None = None
     duration_ms: Seconds | None = None
+    models: Any = None  # each request names its own
     tool_tokens: OutputTokens = 0
     system_tokens: OutputTokens = 0
 
@@ -89,6 +90,7 @@ class _Session(_Strict):
     hash_id_scope: Literal["local", "global"]
     tool_tokens: OutputTokens = 0
     system_tokens: OutputTokens = 0
+    models: Any = None  # each request names its own
     requests: list[Annotated[_Request | _Subagent, Field(discriminator="type")]]
 
 
