@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eval.bench.browser import Browser, installed
-from eval.bench.report_screenshots import WIDTHS, compressed, look
+from eval.bench.report_screenshots import WIDTHS, look, pictures
 from eval.report import summarize
 from eval.report.html import render_html
 from eval.report.schema_what_if import CurvePoint, WhatIf
@@ -64,7 +64,8 @@ def test_no_error_no_request_outside_nothing_cut_off(browser: Browser, page: Pat
     assert look(browser, page, width) == []
     assert browser.run("return [document.images.length, document.title]") == [0, "Hit rate of run run"]
     picture = browser.screenshot(whole=False)
-    assert len(compressed(picture)) < len(picture)
+    (small,) = pictures(picture)
+    assert len(small) < len(picture)
 
 
 def test_what_is_wrong_is_seen(browser: Browser, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ tr.strong td { font-weight: 600; }
 tr.sub td { color: var(--dim); }
 details { margin: 10px 0; } summary { cursor: pointer; color: var(--accent); }
 @media (max-width: 800px) { .grid { grid-template-columns: minmax(0, 1fr); } }
-@media (max-width: 480px) { table { font-size: .82rem; } th { white-space: normal; }
+@media (max-width: 480px) { table { font-size: .82rem; } th, th.n { white-space: normal; } td.id { min-width: 7.5em; }
   td.n, th.n { padding-left: 4px; padding-right: 6px; }
   main { padding: 14px 12px 40px; } .tile b { font-size: 1.2rem; }
   .tiles { grid-template-columns: repeat(2, 1fr); gap: 8px; } .tile { padding: 8px 10px; } }
