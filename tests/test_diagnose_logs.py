@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -199,28 +201,29 @@ def reply(number: str, new: int, cached: int) -> dict[str, Any]:
     return {"id": f"msg_{number}", "model": "c", "usage": usage}
 
 
-def test_claude_code_sessions(tmp_path: Path) -> None:
+def claude_session() -> list[dict[str, Any]]:
     """An answer in two lines; a pause after which nothing was cached; going back; compaction."""
     tool = [{"type": "tool_use", "id": "t", "name": "Bash", "input": {"command": "ls"}}]
     result = [{"type": "tool_result", "tool_use_id": "t", "content": "a.py"}]
-    log = write(
-        tmp_path / "s.jsonl",
-        [
-            {"type": "summary", "summary": "title", "leafUuid": "x"},
-            claude("1", None, "user", "list the files of this folder"),
-            claude("2", "1", "assistant", [{"type": "thinking", "thinking": "ls"}], 5, message=reply("1", 9000, 0)),
-            claude("3", "2", "assistant", tool, 6, message=reply("1", 9000, 0)),
-            claude("4", "3", "user", result, 7),
-            claude("5", "4", "assistant", [{"type": "text", "text": "one file"}], 9, message=reply("2", 40, 9000)),
-            claude("6", "5", "user", "what is in it?", 900),
-            claude("7", "6", "assistant", [{"type": "text", "text": "code"}], 905, message=reply("3", 9100, 0)),
-            # The user goes back to before the second question.
-            claude("8", "5", "user", "delete it", 910),
-            claude("9", "8", "assistant", [{"type": "text", "text": "done"}], 915, message=reply("4", 60, 9040)),
-            claude("a", None, "user", "This session is being continued. Summary: files", 920, isCompactSummary=True),
-            claude("b", "a", "assistant", [{"type": "text", "text": "I go on"}], 925, message=reply("5", 800, 100)),
-        ],
-    )
+    return [
+        {"type": "summary", "summary": "title", "leafUuid": "x"},
+        claude("1", None, "user", "list the files of this folder"),
+        claude("2", "1", "assistant", [{"type": "thinking", "thinking": "ls"}], 5, message=reply("1", 9000, 0)),
+        claude("3", "2", "assistant", tool, 6, message=reply("1", 9000, 0)),
+        claude("4", "3", "user", result, 7),
+        claude("5", "4", "assistant", [{"type": "text", "text": "one file"}], 9, message=reply("2", 40, 9000)),
+        claude("6", "5", "user", "what is in it?", 900),
+        claude("7", "6", "assistant", [{"type": "text", "text": "code"}], 905, message=reply("3", 9100, 0)),
+        # The user goes back to before the second question.
+        claude("8", "5", "user", "delete it", 910),
+        claude("9", "8", "assistant", [{"type": "text", "text": "done"}], 915, message=reply("4", 60, 9040)),
+        claude("a", None, "user", "This session is being continued. Summary: files", 920, isCompactSummary=True),
+        claude("b", "a", "assistant", [{"type": "text", "text": "I go on"}], 925, message=reply("5", 800, 100)),
+    ]
+
+
+def test_claude_code_sessions(tmp_path: Path) -> None:
+    log = write(tmp_path / "s.jsonl", claude_session())
     found = run(log)
     assert (found["calls"], found["conversations"], found["compared"]) == (5, 1, 4)
     assert [(turn["where"], turn["cause"]) for turn in found["broken"]] == [
@@ -237,7 +240,7 @@ def codex(kind: str, **payload: Any) -> dict[str, Any]:
     return {"timestamp": "2026-01-01T00:00:00Z", "type": kind, "payload": payload}
 
 
-def test_codex_sessions(tmp_path: Path) -> None:
+def codex_session() -> list[dict[str, Any]]:
     def says(role: str, text: str) -> dict[str, Any]:
         kind = "output_text" if role == "assistant" else "input_text"
         return codex("response_item", type="message", role=role, content=[{"type": kind, "text": text}])
@@ -246,24 +249,25 @@ def test_codex_sessions(tmp_path: Path) -> None:
         usage = {"input_tokens": prompt, "cached_input_tokens": cached, "output_tokens": 5}
         return codex("event_msg", type="token_count", info={"last_token_usage": usage})
 
-    log = write(
-        tmp_path / "rollout.jsonl",
-        [
-            codex("session_meta", id="s", base_instructions={"text": "You code."}),
-            codex("turn_context", model="gpt"),
-            says("user", "list the files of this folder"),
-            codex("response_item", type="reasoning", summary=[], encrypted_content="abc"),
-            codex("response_item", type="function_call", name="shell", arguments='{"c": "ls"}', call_id="1"),
-            counted(4000, 0),
-            codex("response_item", type="function_call_output", call_id="1", output="a.py"),
-            says("assistant", "one file"),
-            counted(4100, 4000),
-            codex("compacted", message="so far: one file"),
-            says("user", "go on with the next thing"),
-            says("assistant", "yes"),
-            counted(300, 0),
-        ],
-    )
+    return [
+        codex("session_meta", id="s", base_instructions={"text": "You code."}),
+        codex("turn_context", model="gpt"),
+        says("user", "list the files of this folder"),
+        codex("response_item", type="reasoning", summary=[], encrypted_content="abc"),
+        codex("response_item", type="function_call", name="shell", arguments='{"c": "ls"}', call_id="1"),
+        counted(4000, 0),
+        codex("response_item", type="function_call_output", call_id="1", output="a.py"),
+        says("assistant", "one file"),
+        counted(4100, 4000),
+        codex("compacted", message="so far: one file"),
+        says("user", "go on with the next thing"),
+        says("assistant", "yes"),
+        counted(300, 0),
+    ]
+
+
+def test_codex_sessions(tmp_path: Path) -> None:
+    log = write(tmp_path / "rollout.jsonl", codex_session())
     found = run(log)
     assert (found["calls"], found["conversations"]) == (3, 1)
     assert [turn["cause"] for turn in found["broken"]] == ["compacted"]
@@ -339,6 +343,53 @@ def test_a_folder_is_its_files_and_a_log_goes_on_in_the_next_file(tmp_path: Path
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(command, [str(tmp_path / "empty")])
     assert "no .jsonl file in it" in result.output
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """A valid log with a few faults of the kinds that disks, editors and other versions make."""
+    for _ in range(rng.randint(1, 4)):
+        at, to = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        piece = data[at : min(to, at + 40)]
+        match rng.randrange(6):
+            case 0:
+                data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+            case 1:
+                data = data[:at] + data[at + len(piece) :]
+            case 2:
+                data = data[:to] + piece + data[to:]
+            case 3:
+                data = data[:at] or b"{"
+            case 4:  # another type in a value's place
+                for old in (b'"user"', b"null", b"[", b"9000"):
+                    data = data.replace(old, rng.choice((b"null", b"{}", b"[[]]", b"-1", b'"x"', b"true")), 1)
+            case 5:  # another field
+                names = re.findall(rb'"[a-z_A-Z]+"', data)
+                if names:
+                    data = data.replace(rng.choice(names), rng.choice(names), 1)
+    return data
+
+
+@pytest.mark.parametrize("name", [f.name for f in FORMATS])
+def test_damaged_logs_give_named_lines_or_clear_errors(name: str, tmp_path: Path) -> None:
+    """AGENTSERVE_EXAMPLES=10000 tries that many a format."""
+    lines = {
+        "requests": [line(FIRST, THINKS), *(line(messages, answer(2)) for messages in FAULTS.values())],
+        "claude-code": claude_session(),
+        "codex": codex_session(),
+    }[name]
+    whole = write(tmp_path / "whole.jsonl", lines).read_bytes()
+    rng = random.Random(name)
+    log = tmp_path / "damaged.jsonl"
+    for _ in range(int(os.environ.get("AGENTSERVE_EXAMPLES", "200"))):
+        log.write_bytes(damaged(whole, rng))
+        skipped: list[str] = []
+        found = Diagnosis()
+        try:
+            diagnose_calls(read_log(log, skipped.append), found)
+        except LogError as error:
+            skipped.append(str(error))
+        assert found.calls <= 40
+        assert all(re.match(rf"{re.escape(str(log))}(:\d+)?: .", message) for message in skipped)
 
 
 def test_no_file() -> None:

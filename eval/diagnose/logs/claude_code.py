@@ -32,7 +32,7 @@ class _Event(NamedTuple):
 
 
 def _read(lines: Iterator[Line], skip: Skip) -> Iterator[Call]:
-    session = _Session()
+    session = _Session(skip)
     for where, value in lines:
         try:
             ended = session.add(where, value)
@@ -51,7 +51,8 @@ FORMAT = LogFormat("claude-code", _fits, _read)
 class _Session:
     """Events so far, and the call whose lines are still coming."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip: Skip) -> None:
+        self._skip = skip
         self._events: dict[str, _Event] = {}
         self._open: tuple[str, dict[str, Any], list[dict[str, Any]]] | None = None
 
@@ -86,11 +87,18 @@ class _Session:
         return ended
 
     def end(self) -> Call | None:
-        """The call whose lines came last."""
+        """The call whose lines came last; a faulty one is passed over."""
         if self._open is None:
             return None
         where, first, all_lines = self._open
         self._open = None
+        try:
+            return self._call(where, first, all_lines)
+        except LogError as error:
+            self._skip(f"{where}: {error}")
+            return None
+
+    def _call(self, where: str, first: dict[str, Any], all_lines: list[dict[str, Any]]) -> Call | None:
         if first["message"].get("model") == "<synthetic>":  # written by the client itself: an error, an abort
             return None
         messages, compacted, root = self._path(field(first, "parentUuid", str))

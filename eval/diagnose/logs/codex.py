@@ -28,6 +28,7 @@ def _fits(value: dict[str, Any]) -> bool:
 
 @dataclass
 class _Rollout:
+    skip: Skip
     session: str = ""
     system: tuple[Message, ...] = ()
     model: str = ""
@@ -41,26 +42,30 @@ class _Rollout:
     open: bool = False  # the run may go on
 
     def call(self) -> Call | None:
-        """The run as a call, and forget it."""
-        if not self.run:
+        """The run as a call, and forget it; a faulty one is passed over."""
+        run, usage, compacted = self.run, self.usage or {}, self.compacted
+        self.run, self.usage = [], None
+        if not run:
             return None
-        usage = self.usage or {}
-        made = Call(
-            where=self.where,
-            request=Request((*self.system, *self.before), compacted=self.compacted),
-            session=self.session,
-            answer=tuple(self.run),
-            prompt_tokens=get(usage, "input_tokens", int),
-            cached_tokens=get(usage, "cached_input_tokens", int),
-            at_s=self.at_s,
-            model=self.model,
-        )
-        self.run, self.usage, self.compacted = [], None, False
-        return made
+        self.compacted = False
+        try:
+            return Call(
+                where=self.where,
+                request=Request((*self.system, *self.before), compacted=compacted),
+                session=self.session,
+                answer=tuple(run),
+                prompt_tokens=get(usage, "input_tokens", int),
+                cached_tokens=get(usage, "cached_input_tokens", int),
+                at_s=self.at_s,
+                model=self.model,
+            )
+        except LogError as error:
+            self.skip(f"{self.where}: {error}")
+            return None
 
 
 def _read(lines: Iterator[Line], skip: Skip) -> Iterator[Call]:
-    state = _Rollout()
+    state = _Rollout(skip)
     for where, value in lines:
         try:
             made = _take(state, where, value)
