@@ -96,8 +96,10 @@ def _over_features(function: Callable[[NodeFeatures], Any], signature: Any) -> A
 
 @functools.cache
 def compiled_eviction(policy: EvictionPolicy) -> tuple[Any, Any]:
-    """(group, key) as compiled C functions of the features, in the order of ``NodeFeatures``."""
-    return _over_features(policy.group, _GROUP), _over_features(policy.key, _KEY)
+    """(group, key) as compiled C functions of the features, in the order of ``NodeFeatures``; None for the group where
+    there is one only: it is not asked for then."""
+    group = _over_features(policy.group, _GROUP) if policy.groups > 1 else None
+    return group, _over_features(policy.key, _KEY)
 
 
 @functools.cache

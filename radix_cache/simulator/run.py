@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,9 +16,11 @@ from radix_cache.admission.base import AdmissionPolicy, always
 from radix_cache.eviction import EvictionPolicy, eviction_policy
 from radix_cache.simulator.evictions import empty_log
 from radix_cache.simulator.jit import compiled_admission
-from radix_cache.simulator.layout import REJECTED, Records
+from radix_cache.simulator.layout import NODE, NONE, ROOT
 from radix_cache.simulator.loop import admit
 from radix_cache.simulator.loop import run as run_events
+from radix_cache.simulator.outcome import Outcome as Outcome
+from radix_cache.simulator.outcome import Played, outcome_of, played_by
 from radix_cache.simulator.sequential import is_sequence, knows_one_order, play
 from radix_cache.simulator.state import Cache, Loop
 from radix_cache.simulator.uses import UNKNOWN, Future, fits, known_future
@@ -61,45 +62,6 @@ class Setting:
     host_policy: str = "lru"
     write_through: bool = False
     restore_speed: float = 200_000.0
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What came of a run. Rates are over prompt tokens; see ``radix_cache.rates``."""
-
-    setting: Setting
-    hit_tokens: int
-    host_tokens: int
-    prompt_tokens: int
-    requests: int
-    rejected: int
-    seconds: float  # simulated time until the last answer
-    mean_context: float  # sum of live contexts in tokens, mean over the time that all clients were busy
-    wait_mean: float  # seconds from ready to start, over requests
-    wait_p95: float
-    start_wait_mean: float  # seconds a free client waited for admission, over sessions
-    start_wait_p95: float
-    parkings: int
-    evicted: dict[str, int]  # tokens by state of their last user
-    evictions: int
-    rank_rebuilds: int
-    fates: Records  # one FATE record a request
-    log: Records  # what left the cache, see ``evictions``; empty where it was not asked for
-
-    @property
-    def rate(self) -> float:
-        """Device hits, 0..1."""
-        return self.hit_tokens / self.prompt_tokens
-
-    @property
-    def total_rate(self) -> float:
-        """Device and host hits, 0..1."""
-        return (self.hit_tokens + self.host_tokens) / self.prompt_tokens
-
-    @property
-    def throughput(self) -> float:
-        """Requests per simulated second."""
-        return self.requests / self.seconds if self.seconds else math.inf
 
 
 def simulate(
@@ -162,7 +124,7 @@ def _simulate(
         progress(len(workload.requests))
     if cache.record["broken"] or host.record["broken"] or (cache.fates["done_stamp"] == 0).any():
         raise _broken(setting)
-    return _outcome(workload, setting, _played(cache, loop, workload.page_size)), int(cache.record["logged"])
+    return outcome_of(workload, setting, played_by(cache, loop, workload.page_size)), int(cache.record["logged"])
 
 
 def _is_sequential(workload: Workload, setting: Setting, future: Future) -> bool:
@@ -194,16 +156,30 @@ def _simulate_sequence(
     )
     if progress:
         progress(len(workload.requests))
-    if played.broken or (played.fates["done_stamp"] == 0).any():
+    if played.broken:
         raise _broken(setting)
     nobody_waits = np.zeros(1)
     # Whoever used what is evicted has ended: each session is one request, and none runs.
     evicted = {"live": 0, "parked": 0, "ended": played.evicted * workload.page_size, "superseded": 0}
     mean_context = float(played.area / played.busy) if played.busy else 0.0
-    return _outcome(
+    return outcome_of(
         workload,
         setting,
-        _Played(played.fates, nobody_waits, nobody_waits, evicted, played.evictions, 0, 0, mean_context, empty_log(0)),
+        Played(
+            fates=played.fates,
+            hit_tokens=played.hit_tokens,
+            host_tokens=0,
+            rejected=played.rejected,
+            seconds=played.seconds,
+            waits=nobody_waits,
+            start_waits=nobody_waits,
+            evicted=evicted,
+            evictions=played.evictions,
+            rebuilds=0,
+            parkings=0,
+            mean_context=mean_context,
+            log=empty_log(0),
+        ),
     )
 
 
@@ -240,7 +216,10 @@ def _future(workload: Workload, setting: Setting, needed: bool, reference: Outco
         return UNKNOWN
     if reference is None:
         reference = simulate(workload, unbounded(setting))
-    fitting = int(fits(workload, setting.capacity).sum())  # the larger ones are rejected: the number says which
+    # The larger ones are rejected: their number says which.
+    page = workload.page_size
+    all_fit = -(-workload.largest_request // page) <= setting.capacity // page
+    fitting = len(workload.requests) if all_fit else int(fits(workload, setting.capacity).sum())
     question = (fitting, setting.think_cap, setting.decode_speed)
     asked, before, future = _futures.get(reference, (None, None, UNKNOWN))
     if asked is not workload or before != question:
@@ -274,8 +253,12 @@ def new_cache(
     # Refilling a truncated node splits it: at most once when a request starts and once when it ends.
     usual = 2 * len(workload.requests) if setting.truncate else 0
     room = used + (usual if refills is None else refills) + 1
-    nodes = np.zeros(room, dtype=workload.nodes.dtype)
-    nodes[:used] = workload.nodes
+    nodes = np.zeros(room, dtype=NODE)
+    mine = nodes[:used]
+    for name in ("parent", "start", "length", "level"):
+        mine[name] = workload.nodes[name]
+    mine["owner"] = mine["first"] = mine["used_by"] = mine["joined"] = NONE
+    nodes[ROOT]["resident"] = nodes[ROOT]["length"]
     cache = Cache(workload, nodes, policy, future)
     cache.record["capacity"] = capacity // workload.page_size
     cache.record["node_count"] = used
@@ -287,9 +270,10 @@ def new_cache(
 def _loop(workload: Workload, setting: Setting) -> Loop:
     loop = Loop(workload, setting.sessions, session_order(workload, setting.order_seed))
     policy = admission_policy(setting.admission)
-    start, go_on = compiled_admission(policy)
-    loop.call("admit", start)
-    loop.call("go_on", go_on)
+    if not _admits_all(policy):
+        start, go_on = compiled_admission(policy)
+        loop.call("admit", start)
+        loop.call("go_on", go_on)
     values = {
         "admits_all": _admits_all(policy),
         "service": setting.service,
@@ -306,65 +290,3 @@ def _loop(workload: Workload, setting: Setting) -> Loop:
 
 def _admits_all(policy: AdmissionPolicy) -> bool:
     return policy.start is always and policy.go_on is always
-
-
-class _Played(NamedTuple):
-    """What an outcome is made of, whichever way a workload was played."""
-
-    fates: Records
-    waits: npt.NDArray[np.float64]  # seconds from ready to start, by request
-    start_waits: npt.NDArray[np.float64]  # seconds that a free client waited for admission, by session
-    evicted: dict[str, int]
-    evictions: int
-    rebuilds: int
-    parkings: int
-    mean_context: float
-    log: Records
-
-
-def _played(cache: Cache, loop: Loop, page: int) -> _Played:
-    s, p = cache.record, loop.record
-    return _Played(
-        cache.fates,
-        cache.fates["start"] - cache.fates["ready"],
-        loop.sessions["started"] - loop.sessions["wanted"],
-        {name: int(s[f"evicted_{name}"]) * page for name in ("live", "parked", "ended", "superseded")},
-        int(s["evictions"]),
-        int(s["rebuilds"]),
-        int(p["parkings"]),
-        float(p["area"] / p["busy"]) if p["busy"] else 0.0,
-        cache.log[: int(s["logged"])],
-    )
-
-
-def _outcome(workload: Workload, setting: Setting, played: _Played) -> Outcome:
-    fates: Any = played.fates
-    return Outcome(
-        setting=setting,
-        hit_tokens=int(fates["hit"].sum(dtype=np.int64)),
-        host_tokens=int(fates["host"].sum(dtype=np.int64)),
-        prompt_tokens=workload.prompt_tokens,
-        requests=len(fates),
-        rejected=int((fates["status"] == REJECTED).sum()),
-        seconds=float(fates["done"].max()),
-        mean_context=played.mean_context,
-        wait_mean=float(played.waits.mean()),
-        wait_p95=_p95(played.waits),
-        start_wait_mean=float(played.start_waits.mean()),
-        start_wait_p95=_p95(played.start_waits),
-        parkings=played.parkings,
-        evicted=played.evicted,
-        evictions=played.evictions,
-        rank_rebuilds=played.rebuilds,
-        fates=fates,
-        log=played.log,
-    )
-
-
-def _p95(values: npt.NDArray[np.float64]) -> float:
-    """``np.percentile(values, 95)``, which takes longer than a short run."""
-    at = 0.95 * (len(values) - 1)
-    below = int(at)
-    above = min(below + 1, len(values) - 1)
-    low, high = np.partition(values, (below, above))[[below, above]]
-    return float(low + (high - low) * (at - below))

@@ -49,10 +49,13 @@ _STATE = np.dtype(
         # Of the cache.
         ("nodes", "i8"),  # in use
         ("used", "i8"),  # pages
+        ("hit", "i8"),  # pages
+        ("rejected", "i8"),
         ("evicted", "i8"),  # pages
         ("evictions", "i8"),
         ("area", "f8"),  # as in ``loop.LOOP``
         ("busy", "f8"),
+        ("now", "f8"),
         ("broken", "i8"),
     ]
 )
@@ -62,6 +65,9 @@ class Played(NamedTuple):
     """What came of it."""
 
     fates: Records
+    hit_tokens: int
+    rejected: int
+    seconds: float  # until the last answer
     evicted: int  # pages
     evictions: int
     area: float  # integral of the live context over the time that the client was busy, token seconds
@@ -113,7 +119,7 @@ def play(
         capacity: tokens. The others are those of ``run.Setting``.
     """
     count = len(order)
-    trie = workload.trie
+    trie = workload.nodes
     nodes = np.empty(len(trie) + 2 * count + 1, dtype=_NODE)
     state: Any = np.zeros(1, dtype=_STATE)
     values = {
@@ -136,10 +142,20 @@ def play(
         position[future.next_use],
         future.plans["next_use"][order] if len(future.plans) else future.plans["next_use"],
     )
-    fates = np.zeros(count, dtype=FATE)
+    fates = np.empty(count, dtype=FATE)
     _play(state, trie, nodes, workload.requests, order, victims, fates)
     s = state[0]
-    return Played(fates, int(s["evicted"]), int(s["evictions"]), s["area"], s["busy"], bool(s["broken"]))
+    return Played(
+        fates,
+        int(s["hit"]) * workload.page_size,
+        int(s["rejected"]),
+        float(s["now"]),
+        int(s["evicted"]),
+        int(s["evictions"]),
+        s["area"],
+        s["busy"],
+        bool(s["broken"]),
+    )
 
 
 @inlined
@@ -255,14 +271,18 @@ def _insert(s: Any, nodes: Any, order: Any, end: int, at: int) -> int:
 def _run(s: Any, nodes: Any, order: Any, r: Any, fate: Any, at: int) -> None:
     """A request's effect on the cache, from its match to the insertion of its answer."""
     total = (r.prompt + r.output + s.page - 1) // s.page
+    fate.host = fate.place = 0
     if total > s.capacity:
+        s.rejected += 1
         fate.status = REJECTED
+        fate.hit = fate.reserve = fate.total = 0
         return
     frontier = _match(nodes, r.cap)
     hit = nodes[frontier].start + nodes[frontier].resident
     _discard(nodes, order, frontier)
     _evict(s, nodes, order, total - hit - (s.capacity - s.used), frontier)
     inserted = _insert(s, nodes, order, r.end, at)
+    s.hit += hit
     fate.status = DONE
     fate.hit = hit * s.page
     fate.reserve = total - hit - inserted
@@ -311,3 +331,4 @@ def _play(states: Any, trie: Any, nodes: Any, requests: Any, order: Any, victims
             s.area += context * (fate.done - now)
             s.busy += fate.done - now
         now = fate.done
+    s.now = now

@@ -50,6 +50,7 @@ class Cache(Arrays):
         super().__init__(CACHE)
         self._orders = self.put("order", np.zeros(2, dtype=ORDER))
         self._nodes = self.put("nodes", nodes)
+        self._used = len(workload.nodes)
         self._set_order(0, policy)
         self._orders[1]["learned"] = NONE
         self.put("requests", workload.requests)
@@ -74,7 +75,7 @@ class Cache(Arrays):
         self.record["host_capacity"] = capacity // int(self.record["page"])
 
     def _set_order(self, tier: int, policy: EvictionPolicy) -> None:
-        order = Order(policy, len(self._nodes))
+        order = Order(policy, len(self._nodes), self._used)
         self._kept.append(order)
         self._orders[tier] = order.record
 
@@ -82,7 +83,7 @@ class Cache(Arrays):
 class Order(Arrays):
     """An empty victim order."""
 
-    def __init__(self, policy: EvictionPolicy, nodes: int) -> None:
+    def __init__(self, policy: EvictionPolicy, nodes: int, used: int) -> None:
         super().__init__(ORDER)
         group, key = compiled_eviction(policy)
         bins = AGE_BINS if policy.learned_groups else 1
@@ -95,7 +96,7 @@ class Order(Arrays):
             ranks -= policy.groups  # below every learned rank, which is at least 0
             ranks[learned:] = first_ranks()
         places = np.zeros(nodes, dtype=PLACE)
-        places["bucket"] = NONE
+        places["bucket"][:used] = NONE  # of the others when they come into use: until then they take no memory
         self.put("places", places)
         buckets = policy.groups * bins
         self.put("roots", np.full(buckets, NONE, dtype=np.int32))
@@ -103,7 +104,8 @@ class Order(Arrays):
         self.put("listed", np.full(buckets, NONE, dtype=np.int32))
         self.put("ranks", ranks)
         self.put("edges", AGE_EDGES)
-        self.call("group", group)
+        if group is not None:
+            self.call("group", group)
         self.call("key", key)
         for name, value in {"groups": policy.groups, "bins": bins, "uses_depth": policy.uses_depth}.items():
             self.record[name] = value

@@ -18,7 +18,7 @@ from typing import Any
 from radix_cache.simulator.evictions import SPLIT, note
 from radix_cache.simulator.host_tier import leave_host
 from radix_cache.simulator.jit import core
-from radix_cache.simulator.layout import NONE, ROOT, device, flow_at, node_at, request_at
+from radix_cache.simulator.layout import NONE, ROOT, device, flow_at, host, node_at, place_at, request_at
 from radix_cache.simulator.memory import INDEX, record_at
 from radix_cache.simulator.order import discard
 from radix_cache.simulator.victims import reoffer
@@ -60,6 +60,9 @@ def split_refilled(c: Any, node: int) -> int:
     h.shared, h.superseded, h.hits = n.shared, n.superseded, n.hits
     h.inserted, h.time, h.stamp, h.seen = n.inserted, n.time, n.stamp, n.seen
     h.context, h.stop, h.pace = n.context, n.stop, n.pace
+    place_at(device(c), head).bucket = NONE
+    if c.host_capacity > 0:
+        place_at(host(c), head).bucket = NONE
     above = node_at(c, n.parent)
     if above.joined == node:
         above.joined = head

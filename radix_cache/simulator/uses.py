@@ -64,7 +64,7 @@ def known_future(workload: Workload, fates: Records, *, capacity: int, think_cap
 
     Requests larger than ``capacity`` (tokens) will be rejected: no page is kept for them.
     """
-    requests, nodes = workload.requests, workload.trie
+    requests, nodes = workload.requests, workload.nodes
     order = np.argsort(fates["start_stamp"], kind="stable").astype(np.int32)
     order = order[fits(workload, capacity)[order]]
     depth = nodes["level"][requests["kv"]].astype(np.int64) + 1

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from radix_cache.features import Stop
 from radix_cache.simulator.jit import jit
-from radix_cache.simulator.layout import FLOW, NODE, NONE, REQUEST, ROOT, SESSION, TRIE, Records
+from radix_cache.simulator.layout import FLOW, NONE, REQUEST, ROOT, SESSION, TRIE, Records
 
 Pages = npt.NDArray[np.int64]
 
@@ -53,7 +53,7 @@ class Workload:
     ``page_size`` tokens."""
 
     page_size: int
-    nodes: Records
+    nodes: Records  # TRIE
     requests: Records
     flows: Records
     sessions: Records
@@ -61,96 +61,97 @@ class Workload:
     accesses: int  # pages of all prompts together
     distinct_pages: int
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         return int(self.requests["prompt"].sum(dtype=np.int64))
 
     @cached_property
-    def trie(self) -> Records:
-        """The nodes without their state, TRIE records: what walks over many nodes reads less of."""
-        trie = np.empty(len(self.nodes), dtype=TRIE)
-        for name in TRIE.names or ():
-            trie[name] = self.nodes[name]
-        return trie
+    def largest_request(self) -> int:
+        """Tokens of the longest prompt and answer."""
+        return int((self.requests["prompt"] + self.requests["output"]).max())
 
 
-@jit
-def _split(nodes: Any, of_page: Any, path: Any, node: int, at: int, new: int) -> None:
-    """Cut a node at ``at`` pages from the root; the lower part keeps its number, so that ends stay valid."""
-    nodes[new].parent = nodes[node].parent
-    nodes[new].start = nodes[node].start
-    nodes[new].length = at - nodes[node].start
-    nodes[node].parent = new
-    nodes[node].length -= nodes[new].length
-    nodes[node].start = at
-    for k in range(nodes[new].start, at):
-        of_page[path[k]] = new
+class _Trie:
+    """The static trie while it grows: runs of pages, and the run that each page is in.
 
-
-@jit
-def _add_path(nodes: Any, used: int, of_page: Any, path: Any, ends: Any, found: Any) -> int:
-    """Insert a path of chained page numbers, cut it at ``ends`` and report the nodes that end there.
-
-    Room for ``1 + 2 * len(ends)`` more nodes must be there. Returns the number of nodes in use.
+    Without compiled code: it would save a tenth of the time that reading a trace takes, and a process that reads
+    before it compiles needs its memory one after the other.
     """
-    low, high = 0, len(path)
-    while low < high:  # ids are chained: a known page has known ancestors
-        middle = (low + high) // 2
-        if of_page[path[middle]] == NONE:
-            high = middle
-        else:
-            low = middle + 1
-    if low < len(path):
-        parent = ROOT
-        if low > 0:
-            parent = of_page[path[low - 1]]
-            if nodes[parent].start + nodes[parent].length > low:
-                _split(nodes, of_page, path, parent, low, used)
-                parent = used
-                used += 1
-        nodes[used].parent = parent
-        nodes[used].start = low
-        nodes[used].length = len(path) - low
-        for k in range(low, len(path)):
-            of_page[path[k]] = used
-        used += 1
-    for k in range(len(ends)):
-        at = ends[k]
-        if at == 0:
-            found[k] = ROOT
-            continue
-        node = of_page[path[at - 1]]
-        if nodes[node].start + nodes[node].length > at:
-            _split(nodes, of_page, path, node, at, used)
-            node = used
-            used += 1
-        found[k] = node
-    return used
+
+    def __init__(self) -> None:
+        self._nodes = np.zeros(1024, dtype=TRIE)
+        self._nodes[ROOT] = (ROOT, -1, 1, 0)  # so that the root ends at page 0
+        self._used = 1
+        self._of_page = np.full(1 << 16, NONE, dtype=np.int32)
+
+    @property
+    def nodes(self) -> Records:
+        """TRIE records, the root first; levels are not known yet."""
+        return self._nodes[: self._used]
+
+    def insert(self, path: Pages, ends: Sequence[int], pages: int) -> list[int]:
+        """Insert a path of chained page numbers below ``pages``, cut it at ``ends`` (lengths in pages) and return the
+        nodes that end there."""
+        if pages > len(self._of_page):
+            old = len(self._of_page)
+            self._of_page.resize(max(old + old // 4, pages), refcheck=False)
+            self._of_page[old:] = NONE
+        if self._used + 2 * len(ends) + 2 > len(self._nodes):
+            self._nodes.resize(2 * len(self._nodes), refcheck=False)
+        known = self._known(path)
+        if known < len(path):
+            parent = self._cut(path, known) if known else ROOT
+            self._nodes[self._used] = (parent, known, len(path) - known, 0)
+            self._of_page[path[known:]] = self._used
+            self._used += 1
+        return [self._cut(path, end) if end else ROOT for end in ends]
+
+    def _known(self, path: Pages) -> int:
+        """How many pages of a path are in the trie: ids are chained, so a known page has known ancestors."""
+        low, high = 0, len(path)
+        while low < high:
+            middle = (low + high) // 2
+            if self._of_page[path[middle]] == NONE:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _cut(self, path: Pages, at: int) -> int:
+        """The node that ends ``at`` pages from the root. Where a node is cut, its lower part keeps its number, so that
+        ends stay valid."""
+        node = int(self._of_page[path[at - 1]])
+        n = self._nodes[node]
+        start = int(n["start"])
+        if start + int(n["length"]) == at:
+            return node
+        new = self._used
+        self._used += 1
+        self._nodes[new] = (n["parent"], start, at - start, 0)
+        n["parent"], n["start"] = new, at
+        n["length"] -= at - start
+        self._of_page[path[start:at]] = new
+        return new
 
 
 @jit
-def _finish_nodes(nodes: Any, by_start: Any, requests: Any) -> None:
-    """Levels, and for each request the deepest node that another flow uses too."""
+def _finish_nodes(nodes: Any, by_start: Any, requests: Any, users: Any) -> None:
+    """Levels, and for each request the deepest node that another flow uses too. ``users``: NONE for each node."""
+    several = -2
     for i in range(1, len(by_start)):
         node = by_start[i]
         nodes[node].level = nodes[nodes[node].parent].level + 1
     for i in range(len(requests)):
         node = requests[i].end
         flow = requests[i].flow
-        while node != ROOT and nodes[node].first != flow and nodes[node].shared == 0:
-            if nodes[node].first == NONE:
-                nodes[node].first = flow
-            else:
-                nodes[node].shared = 1
+        while node != ROOT and users[node] != flow and users[node] != several:
+            users[node] = flow if users[node] == NONE else several
             node = nodes[node].parent
     for i in range(len(requests)):
         node = requests[i].end
-        while node != ROOT and nodes[node].shared == 0:
+        while node != ROOT and users[node] != several:
             node = nodes[node].parent
         requests[i].head = node
-    for i in range(len(nodes)):
-        nodes[i].first = NONE
-        nodes[i].shared = 0
 
 
 class WorkloadBuilder:
@@ -168,14 +169,13 @@ class WorkloadBuilder:
             raise ValueError(f"the page size must be at least 1 token, got {page_size}")
         self.page_size = page_size
         self._global = global_ids
-        self._nodes = np.zeros(1024, dtype=NODE)
-        self._used = 1
-        self._of_page = np.full(1 << 16, NONE, dtype=np.int32)
+        self._trie = _Trie()
         self._numbered = numbered is not None
         self._pages = numbered or 0
         self._numbers: dict[int, int] = {}
         self._heads: dict[tuple[int, int], list[int]] = {}
-        self._requests: list[tuple[Any, ...]] = []
+        self._requests = np.zeros(1024, dtype=REQUEST)
+        self._count = 0
         self._flows: list[tuple[Any, ...]] = []
         self._sessions: list[tuple[int, int]] = []
         self._ids: list[str] = []
@@ -189,7 +189,7 @@ class WorkloadBuilder:
         """
         numbers: dict[int, int] = self._numbers if self._global else {}
         first_flow = len(self._flows)
-        main_first = len(self._requests)
+        main_first = self._count
         joins = [0] * len(flows[0].turns)
         for flow in flows[1:]:
             if flow.join_before is not None:
@@ -197,7 +197,7 @@ class WorkloadBuilder:
         for position, flow in enumerate(flows):
             if not flow.turns:
                 raise ValueError(f"session {session_id}: flow {position} has no turns")
-            first = len(self._requests)
+            first = self._count
             spawn = NONE if position == 0 or flow.spawn_after is None else main_first + flow.spawn_after
             join = NONE if position == 0 or flow.join_before is None else main_first + flow.join_before
             self._flows.append((len(self._sessions), first, spawn, join))
@@ -211,16 +211,10 @@ class WorkloadBuilder:
         Raises:
             ValueError: nothing was added.
         """
-        if not self._requests:
+        if not self._count:
             raise ValueError("a workload needs at least one session")
-        nodes = self._nodes[: self._used].copy()
-        nodes["owner"] = nodes["first"] = nodes["used_by"] = nodes["joined"] = NONE
-        nodes[ROOT]["parent"], nodes[ROOT]["start"] = ROOT, -1
-        nodes[ROOT]["length"] = nodes[ROOT]["resident"] = 1  # so that start + resident is 0
-        requests = np.zeros(len(self._requests), dtype=REQUEST)
-        fields = ["flow", "next", "prompt", "output", "end", "cap", "kv", "joins", "stop", "think", "service"]
-        for name, column in zip(fields, zip(*self._requests, strict=True), strict=True):
-            requests[name] = column
+        nodes = self._trie.nodes.copy()
+        requests = self._requests[: self._count].copy()
         flows = np.zeros(len(self._flows), dtype=FLOW)
         for name, column in zip(["session", "first", "spawn", "join"], zip(*self._flows, strict=True), strict=True):
             flows[name] = column
@@ -229,7 +223,7 @@ class WorkloadBuilder:
         sessions = np.zeros(len(self._sessions), dtype=SESSION)
         sessions["first_flow"], sessions["flows"] = zip(*self._sessions, strict=True)
         by_start = np.argsort(nodes["start"], kind="stable").astype(np.int64)
-        _finish_nodes(nodes, by_start, requests)
+        _finish_nodes(nodes, by_start, requests, np.full(len(nodes), NONE, dtype=np.int32))
         return Workload(
             self.page_size,
             nodes,
@@ -242,7 +236,7 @@ class WorkloadBuilder:
         )
 
     def _add_flow(self, session_id: str, flow: FlowSpec, joins: list[int] | None, numbers: dict[int, int]) -> None:
-        first = len(self._requests)
+        first = self._count
         known = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
         for k, turn in enumerate(flow.turns):
             pages = turn.prompt_tokens // self.page_size
@@ -259,22 +253,24 @@ class WorkloadBuilder:
             path = self._number(ids, known, numbers)
             known = (ids, path)
             ends = [pages, (turn.prompt_tokens - 1) // self.page_size, kv]
-            end, cap, answer_end = self._insert(self._lengthened(path, kv), ends)
-            self._requests.append(
-                (
-                    len(self._flows) - 1,
-                    first + k + 1 if k + 1 < len(flow.turns) else NONE,
-                    turn.prompt_tokens,
-                    turn.output_tokens,
-                    end,
-                    cap,
-                    answer_end,
-                    0 if joins is None else joins[k],
-                    int(turn.stop),
-                    turn.think_s,
-                    np.nan if turn.service_s is None else turn.service_s,
-                )
+            end, cap, answer_end = self._trie.insert(self._lengthened(path, kv), ends, self._pages)
+            if self._count == len(self._requests):
+                self._requests.resize(2 * self._count, refcheck=False)
+            self._requests[self._count] = (
+                len(self._flows) - 1,
+                first + k + 1 if k + 1 < len(flow.turns) else NONE,
+                turn.prompt_tokens,
+                turn.output_tokens,
+                end,
+                cap,
+                answer_end,
+                ROOT,  # head: known when all requests are
+                0 if joins is None else joins[k],
+                int(turn.stop),
+                turn.think_s,
+                np.nan if turn.service_s is None else turn.service_s,
             )
+            self._count += 1
             self._accesses += pages
 
     def _fresh(self, count: int) -> npt.NDArray[np.int64]:
@@ -305,14 +301,19 @@ class WorkloadBuilder:
                 low = middle + 1
             else:
                 high = middle
+        same = low
+        high = len(ids)
+        while low < high:  # ids are chained: a known page has known ancestors
+            middle = (low + high) // 2
+            if int(ids[middle]) in numbers:
+                low = middle + 1
+            else:
+                high = middle
         path = np.empty(len(ids), dtype=np.int64)
-        path[:low] = known[1][:low]
-        for k, page in enumerate(ids[low:].tolist(), start=low):
-            number = numbers.get(page)
-            if number is None:
-                number = numbers[page] = self._pages
-                self._pages += 1
-            path[k] = number
+        path[:same] = known[1][:same]
+        path[same:low] = [numbers[page] for page in ids[same:low].tolist()]
+        path[low:] = self._fresh(len(ids) - low)
+        numbers.update(zip(ids[low:].tolist(), path[low:].tolist(), strict=True))
         return path
 
     def _lengthened(self, path: Pages, length: int) -> Pages:
@@ -320,14 +321,3 @@ class WorkloadBuilder:
         if len(path) >= length:
             return path
         return np.concatenate((path, self._fresh(length - len(path))))
-
-    def _insert(self, path: Pages, ends: list[int]) -> tuple[int, int, int]:
-        if self._pages > len(self._of_page):
-            grown = np.full(max(2 * len(self._of_page), self._pages), NONE, dtype=np.int32)
-            grown[: len(self._of_page)] = self._of_page
-            self._of_page = grown
-        if self._used + 8 > len(self._nodes):
-            self._nodes = np.concatenate((self._nodes, np.zeros(len(self._nodes), dtype=NODE)))
-        found = np.empty(3, dtype=np.int64)
-        self._used = _add_path(self._nodes, self._used, self._of_page, path, np.array(ends, dtype=np.int64), found)
-        return int(found[0]), int(found[1]), int(found[2])
