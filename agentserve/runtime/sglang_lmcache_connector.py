@@ -7,14 +7,12 @@ what may be decided without LMCache is in ``offload.guard``. Checked against sgl
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,9 +21,8 @@ from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation,
 
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
-from agentserve.runtime.sglang_lmcache_pool import draft_of, planes_of, seals_of
+from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of, state_name
 from agentserve.runtime.sglang_lmcache_ranks import RankConnector
-from offload.fingerprint import fingerprint
 from offload.guard import DeadlineFuture, Health, Refused
 from offload.processes import dead, listener
 from offload.seal import Sealer, pages_of
@@ -34,9 +31,8 @@ from offload.settings import OffloadError, settings_from
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.05  # how often a waiting load looks whether the daemon was lost meanwhile
+_ANSWER_S = 0.2  # how long a lookup that is late is asked after once more
 _MAX_UNENDED = 4096
-# Settings by environment that change K, V or the choice of blocks; ports and paths do not begin like this.
-_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "AGENTSERVE_INDEX_", "AGENTSERVE_EAGLE3")
 
 
 class LoadAbandoned(BaseException):
@@ -83,18 +79,7 @@ class GuardedConnector(RankConnector):
         """Called by upstream's constructor once the tensors are known."""
         planes = planes_of(self._pool)
         seals = seals_of(self._pool)
-        layout = [plane.layout for plane in planes] + ([] if seals is None else ["seals"])
-        settings = {
-            "page_size": self.page_size,
-            "chunk_tokens": self.chunk_size,
-            "dtype": str(self._model_config.dtype),
-            "quantization": str(self._model_config.quantization),
-            **{name: value for name, value in os.environ.items() if name.startswith(_MODEL_VARIABLES)},
-        }
-        draft = draft_of(self._pool)
-        if draft is not None:
-            settings["draft"] = fingerprint(draft.checkpoint, [], {})
-        self.model_name = f"agentserve-{fingerprint(Path(self._model_config.model_path), layout, settings)}"
+        self.model_name = state_name(self._pool, self._model_config, self.page_size, self.chunk_size)
         if seals is not None:
             self._sealer = Sealer([plane.tensor for plane in planes], seals, self.page_size, self.model_name)
         try:
@@ -194,15 +179,20 @@ class GuardedConnector(RankConnector):
             )
             self._lookups[request_id] = operation
             return operation
-        self._lookup_deadlines[request_id] = time.monotonic() + self._offload.lookup_deadline
         return super().submit_lookup(request_id, token_ids, local_hit_tokens=local_hit_tokens, cache_salt=cache_salt)
 
     def poll_lookup(self, operation: LMCacheLookupOperation) -> int | None:
         if operation.total_hit_tokens is not None:
             return operation.total_hit_tokens
         name = operation.request_id
-        late = time.monotonic() >= self._lookup_deadlines.get(name, 0.0)
-        if self.is_lookup_leader and not self.answered(name) and (late or not self._health.online):
+        # From the first poll: until then the request waited for something else.
+        now = time.monotonic()
+        late = now >= self._lookup_deadlines.setdefault(name, now + self._offload.lookup_deadline)
+        if (
+            self.is_lookup_leader
+            and not self.answered(name)
+            and (not self._health.online or (late and not self.answer_is_there(operation, _ANSWER_S)))
+        ):
             operation.submission_future = None  # upstream reads this as a miss
             self._given_up[name] = "late" if late else "offline"
             if late:

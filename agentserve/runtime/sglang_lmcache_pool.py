@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from offload.fingerprint import fingerprint
 from offload.seal import new_seals
 from offload.settings import OffloadError, settings_from
 
 _SEALS = "agentserve_seals"  # attribute of the pool, set when LMCache asks for its tensors
+# Settings by environment that change K, V or the choice of blocks; ports and paths do not begin like this.
+_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "AGENTSERVE_INDEX_", "AGENTSERVE_EAGLE3")
 _DRAFT = "agentserve_draft"  # attribute of the target's pool: the pool of an EAGLE3 draft, in the same slots
 
 
@@ -97,6 +101,26 @@ def draft_of(pool: Any) -> Draft | None:
 def seals_of(pool: Any) -> torch.Tensor | None:
     """Where the seals of the pool's pages live; None where they are switched off or LMCache has not asked yet."""
     return getattr(pool, _SEALS, None)
+
+
+def state_name(pool: Any, model_config: Any, page_size: int, chunk_tokens: int) -> str:
+    """A name for all that decides what a page of the pool holds beside its tokens: the model's name in every key.
+
+    Raises:
+        FingerprintError: a checkpoint cannot be read.
+    """
+    layout = [plane.layout for plane in planes_of(pool)] + ([] if seals_of(pool) is None else ["seals"])
+    settings = {
+        "page_size": page_size,
+        "chunk_tokens": chunk_tokens,
+        "dtype": str(model_config.dtype),
+        "quantization": str(model_config.quantization),
+        **{name: value for name, value in os.environ.items() if name.startswith(_MODEL_VARIABLES)},
+    }
+    draft = draft_of(pool)
+    if draft is not None:
+        settings["draft"] = fingerprint(draft.checkpoint, [], {})
+    return f"agentserve-{fingerprint(Path(model_config.model_path), layout, settings)}"
 
 
 def pool_tensors(original: Callable[..., Any], self: Any, kv_pool: Any) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ daemon for all, so both ways find each other's objects in a shared Redis. Checke
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -47,6 +48,26 @@ class RankConnector(upstream.UnifiedLMCacheMPConnector):
     def answered(self, request_id: str) -> bool:
         """Whether this rank's own daemon has answered the lookup, though another rank's has not."""
         return request_id in self._own_hits
+
+    def answer_is_there(self, operation: LMCacheLookupOperation, wait_s: float) -> bool:
+        """Whether this rank's daemon has answered a lookup, though nobody may have looked for the answer so far.
+
+        Upstream asks for the answer at one poll and reads it at a later one, and polls come with the scheduler's
+        steps: a long step, or a long wait in the queue, is no fault of the daemon.
+        """
+        end = time.monotonic() + wait_s
+        try:
+            if operation.completion_future is None and operation.submission_future is not None:
+                operation.submission_future.result(timeout=wait_s)
+                operation.completion_future = self._req_client.query_prefetch_status(operation.request_id)
+            if operation.completion_future is None:
+                return True
+            left = max(0.0, end - time.monotonic())
+            return operation.completion_future.result(timeout=left) is not None
+        except TimeoutError:
+            return False
+        except Exception:  # a failed request: upstream reads it as a miss
+            return True
 
     def poll_lookup(self, operation: LMCacheLookupOperation) -> int | None:
         """Tokens that all ranks can load; None while a rank waits. All ranks must ask together."""
