@@ -208,6 +208,7 @@ class Bench:
                 restarted = stack.enter_context(self.served(case, **fields))
                 for length in LENGTHS:
                     compare("engine restart", restarted, length)
+                    flush(restarted)
                     compare("engine restart", restarted, length, part=1)
             until(lambda: counted(restarted, "agentserve_offload_online") == 0, "the daemons are missed")
             with daemons(specs, self.folder):
@@ -215,6 +216,7 @@ class Bench:
                 flush(restarted)
                 for length in LENGTHS:
                     compare("Redis only", restarted, length)
+                    flush(restarted)
                     compare("Redis only", restarted, length, part=2)
                 events = {
                     event: int(counted(restarted, "agentserve_offload_tokens_total", f'event="{event}"'))
