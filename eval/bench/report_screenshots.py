@@ -10,6 +10,7 @@ import hashlib
 import io
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -96,26 +97,34 @@ def pictures(png: bytes) -> list[bytes]:
     return found
 
 
+def photograph(page: Path, widths: Sequence[int], out: Path) -> list[str]:
+    """Take the pictures of a page; returns what is wrong with it or with them."""
+    wrong: list[str] = []
+    with Browser() as browser:
+        for width in widths:
+            wrong += [f"{width} px: {fault}" for fault in look(browser, page, width)]
+            for number, picture in enumerate(pictures(browser.screenshot()), start=1):
+                file = out / f"report-{width}-{number}.png"
+                file.write_bytes(picture)
+                click.echo(f"{file}: {len(picture):,} bytes")
+                if len(picture) > LARGEST:
+                    wrong.append(f"{file.name} has {len(picture):,} bytes, more than {LARGEST:,}")
+    return wrong
+
+
 @click.command()
 @click.option("--out", default="docs/screenshots", show_default=True, type=click.Path(file_okay=False, path_type=Path))
-def main(out: Path) -> None:
+@click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Look at this page [default: the report of a simulated run].")  # fmt: skip
+@click.option("--width", "widths", multiple=True, type=click.IntRange(min=200), default=WIDTHS, show_default=True)
+def main(out: Path, page: Path | None, widths: tuple[int, ...]) -> None:
     """Make a report of a simulated run, look at it in headless Chromium, and take pictures at each width."""
     out.mkdir(parents=True, exist_ok=True)
-    wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        page = page_of(demo_run(Path(folder) / "run"))
-        try:
-            with Browser() as browser:
-                for width in WIDTHS:
-                    wrong += [f"{width} px: {fault}" for fault in look(browser, page, width)]
-                    for number, picture in enumerate(pictures(browser.screenshot()), start=1):
-                        file = out / f"report-{width}-{number}.png"
-                        file.write_bytes(picture)
-                        click.echo(f"{file}: {len(picture):,} bytes")
-                        if len(picture) > LARGEST:
-                            wrong.append(f"{file.name} has {len(picture):,} bytes, more than {LARGEST:,}")
-        except BrowserError as error:
-            raise click.ClickException(str(error)) from None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = photograph(page or page_of(demo_run(Path(folder) / "run")), widths, out)
+    except BrowserError as error:
+        raise click.ClickException(str(error)) from None
     for fault in wrong:
         click.echo(fault, err=True)
     sys.exit(1 if wrong else 0)
