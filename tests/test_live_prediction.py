@@ -83,7 +83,7 @@ def live_hits(played: Played, eviction: str, capacity: int) -> list[int]:
     return hits
 
 
-@pytest.mark.parametrize("eviction", ["lru", "ttl:20", "gittins"])
+@pytest.mark.parametrize("eviction", ["lru", "ttl:20", "gittins", "lfu", "slru"])
 def test_the_simulator_hits_what_the_live_cache_hits(requests: list[Request], capacity: int, eviction: str) -> None:
     played = as_run(requests)
     said = play(played.workload, played.events, policy=eviction, capacity=capacity, held_pages=played.held_pages)

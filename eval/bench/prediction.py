@@ -21,9 +21,10 @@ from typing import Any
 import click
 
 from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from agentserve.runtime.policy_journal import JournalEvent
 from eval.bench.prediction_compare import Prediction, compare
 from eval.bench.prediction_live import LiveRun, Policy, expected_contexts, live_run, measured_contexts
-from eval.bench.prediction_workload import played_run
+from eval.bench.prediction_workload import Played, played_run
 from traces import open_trace
 from traces.replay.config import ReplayConfig
 from traces.replay.select import Limits, select
@@ -106,18 +107,29 @@ def _run(name: str, config: ReplayConfig, kind: str, more: dict[str, Any], capac
 
 
 def predictions(live: LiveRun) -> dict[str, Prediction]:
-    """By whose clock the events are placed: the client's, and the server's where it wrote a journal."""
-    clocks = {"client": None} | ({} if live.journal is None else {"server": live.journal})
-    return {
-        clock: compare(
-            played_run(live.sent, live.run.events, live.page_size, told=live.policy.ours, journal=journal),
+    """What the simulator says, from what it is told of the run.
+
+    ``client_times``: when requests were sent and answered. Where the server wrote a journal also ``server_times``: when
+    it started and ended them; and ``server_steps``: what its scheduler did, allocation by allocation.
+    """
+
+    def said(played: Played) -> Prediction:
+        return compare(
+            played,
             policy=live.policy.eviction if live.policy.ours else "lru",
             capacity=live.capacity,
             truncate=live.policy.ours,
             live_evicted=live.evicted,
         )
-        for clock, journal in clocks.items()
-    }
+
+    def played(journal: list[JournalEvent] | None) -> Played:
+        return played_run(live.sent, live.run.events, live.page_size, told=live.policy.ours, journal=journal)
+
+    found = {"client_times": said(played(None))}
+    if live.journal is not None:
+        own = played(live.journal)
+        found |= {"server_times": said(own._replace(steps=None)), "server_steps": said(own)}
+    return found
 
 
 def _report(live: LiveRun, concurrency: int) -> dict[str, Any]:
@@ -130,10 +142,10 @@ def _report(live: LiveRun, concurrency: int) -> dict[str, Any]:
         "retracted": live.retracted,
         "seconds": round(max(r.done_s for r in live.records), 1),
     }
-    for clock, said in predictions(live).items():
+    for told_of, said in predictions(live).items():
         told = asdict(said)
         differences = told.pop("differences")
-        entry[f"predicted_by_{clock}_clock"] = {
+        entry[f"predicted_from_{told_of}"] = {
             "rate": round(100 * said.predicted_rate, 3),
             "points_off": round(said.points_off, 3),
             "same_cached_tokens": round(100 * said.same, 2),

@@ -95,20 +95,38 @@ def live_run(policy: Policy, settings: ReplayConfig, *, capacity: int, checkpoin
     if _counters(out).exists():
         return load(policy, out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    journal = out.parent / f"{out.name}.journal"
     overrides: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
     if policy.ours:
         overrides |= {"radix.policy": policy.eviction, "radix.admission": policy.admission}
-        overrides["env"] = {JOURNAL_VARIABLE: str(journal.resolve())}
+        overrides["env"] = {JOURNAL_VARIABLE: str(journal_of(out).resolve())}
     with tiny_server(overrides, checkpoint=checkpoint, log=out.parent / f"{out.name}.log") as server:
-        url = server.plan.url
-        result = replay(settings.model_copy(update={"url": url}), handle_signals=False)
-        metrics = httpx.get(f"{url}/metrics", timeout=30).text
+        return record(policy, settings.model_copy(update={"url": server.plan.url}))
+
+
+def record(policy: Policy, settings: ReplayConfig) -> LiveRun:
+    """Replay into ``settings.out`` against a server that runs ``policy``. Its journal, if it is to write one, is at
+    ``journal_of(settings.out)``.
+
+    Raises:
+        RuntimeError: the replay did not finish, or a request failed.
+    """
+    before = _counted(settings.url)
+    result = replay(settings, handle_signals=False)
     if result.status != "finished" or result.tally.failed:
-        raise RuntimeError(f"{policy.name}: {result.status}, {result.tally.failed} failed requests; see {out}")
-    counters = {"evicted": _total(metrics, "evicted_tokens"), "retracted": _total(metrics, "num_retracted_requests")}
-    _counters(out).write_text(json.dumps(counters) + "\n")
-    return load(policy, out)
+        raise RuntimeError(f"{policy.name}: {result.status}, {result.tally.failed} failed requests; see {settings.out}")
+    counters = {name: value - before[name] for name, value in _counted(settings.url).items()}
+    _counters(settings.out).write_text(json.dumps(counters) + "\n")
+    return load(policy, settings.out)
+
+
+def _counted(url: str) -> dict[str, int]:
+    metrics = httpx.get(f"{url}/metrics", timeout=30).text
+    return {"evicted": _total(metrics, "evicted_tokens"), "retracted": _total(metrics, "num_retracted_requests")}
+
+
+def journal_of(out: Path) -> Path:
+    """Where the server of a run writes what its policies saw."""
+    return out.parent / f"{out.name}.journal"
 
 
 def _counters(out: Path) -> Path:
@@ -122,7 +140,7 @@ def load(policy: Policy, out: Path) -> LiveRun:
     counters = json.loads(_counters(out).read_text())
     records = list(run.records())
     sent = sent_requests(run.header, replayed_sessions(run), records, run.outputs())
-    journal = out.parent / f"{out.name}.journal"
+    journal = journal_of(out)
     events = list(read_journal(journal)) if journal.exists() else None
     return LiveRun(policy, run, records, sent, events, counters["evicted"], counters["retracted"])
 
