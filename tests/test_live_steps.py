@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from eval.bench.prediction_compare import compare
-from eval.bench.prediction_faults import timed_requests
+from eval.bench.prediction_faults import PAGE, timed_requests
 from eval.bench.prediction_workload import Played
 from radix_cache.simulator.recorded import FINISH, KEEP, MATCH, play_steps
 from tests.step_scheduler import StepScheduler
-from tests.test_live_prediction import PAGE, THINK, as_run
+from tests.test_live_prediction import THINK, as_run
 from traces import open_trace
 
 CAPACITY = 44 * PAGE
