@@ -10,40 +10,62 @@ import json
 import subprocess
 import time
 import venv
-from collections.abc import Iterable
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from radix_cache.simulator import FlowSpec, Service, Setting, TurnSpec, Workload, WorkloadBuilder, simulate
+from radix_cache.simulator import Service, Setting, Workload, simulate
+from radix_cache.simulator.flat import flat_workload
 from traces.readers.files import open_stream
 
 PACKAGE = "kvcache-simulator==0.1.3"
 BLOCK = 512
-Requests = list[tuple[int, list[int]]]  # (prompt tokens, ids of its blocks, the partial one included)
 
-# Run by the package's own interpreter: processor seconds of its compiled core, which reads blocks from a file.
+
+class Requests(NamedTuple):
+    """Prompts in order of the file."""
+
+    tokens: npt.NDArray[np.int64]  # by request
+    blocks: npt.NDArray[np.int64]  # by request, the partial one included
+    ids: npt.NDArray[np.int64]  # of all blocks, one prompt after the other
+
+
+class _Line(msgspec.Struct):
+    input_length: int
+    hash_ids: list[int]
+
+
+# Run by the package's own interpreter: processor seconds of its compiled core, which reads blocks from a file, and of
+# all that it does from the trace on.
 _PEER = """
-import json, resource, sys
+import json, resource, sys, time
 from kvcache_sim.cpp_backend import ensure_cpp_simulator, run_cpp_sweep
 from kvcache_sim.trace import parse_trace_file
 path, capacities, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 ensure_cpp_simulator()
 trace = parse_trace_file(path, block_size=512)
 warm = trace.request_count // 2
-def sweep(capacities, policies):
+def sweep(capacities, policies, trace=trace):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = run_cpp_sweep(trace, capacities=capacities, policies=policies, warmup_requests=warm)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, result
 answer = {"load": [sweep([], ["lru"])[0] for _ in range(rounds)]}
 for policy in ("lru", "optimal"):
+    whole = []
+    for _ in range(3):
+        began = time.process_time()
+        again = parse_trace_file(path, block_size=512)
+        child, _ = sweep(capacities, [policy], again)
+        whole.append(time.process_time() - began + child)
     runs = [sweep(capacities, [policy]) for _ in range(rounds)]
     hits = {str(c): runs[-1][1].results[policy, c].hitTokens for c in capacities}
-    answer[policy] = {"seconds": [seconds for seconds, _ in runs], "hits": hits}
+    answer[policy] = {"seconds": [seconds for seconds, _ in runs], "hits": hits, "whole": whole}
 print(json.dumps(answer))
 """
 
@@ -71,33 +93,31 @@ def run_peer(python: Path, trace: Path, capacities: list[int], rounds: int) -> d
 
 
 def read_requests(path: Path) -> Requests:
-    """Lines of a Mooncake trace, in order of the file."""
+    """Lines of a Mooncake trace."""
+    decoder = msgspec.json.Decoder(_Line)
+    tokens, blocks, ids = array("q"), array("q"), array("q")
     with open_stream(path) as stream:
-        return [(line["input_length"], line["hash_ids"]) for line in map(orjson.loads, stream)]
+        for line in map(decoder.decode, stream):
+            tokens.append(line.input_length)
+            blocks.append(len(line.hash_ids))
+            ids.extend(line.hash_ids)
+    return Requests(*(np.frombuffer(values, dtype=np.int64) for values in (tokens, blocks, ids)))
 
 
-def sequential_workload(requests: Iterable[tuple[int, list[int]]]) -> Workload:
+def sequential_workload(requests: Requests) -> Workload:
     """One session a request, each one second long, for one client.
 
     A prompt gets one token more than its blocks hold: the simulator never serves the last token from the cache.
     """
-    builder = WorkloadBuilder(BLOCK, global_ids=True)
-    nothing = np.empty(0, np.int64)
-    for number, (_, ids) in enumerate(requests):
-        turn = TurnSpec(len(ids) * BLOCK + 1, 0, np.array(ids, dtype=np.int64), nothing, service_s=1.0)
-        builder.add(str(number), [FlowSpec([turn])])
-    return builder.build()
+    count = len(requests.tokens)
+    nothing = np.zeros(count, dtype=np.int64)
+    return flat_workload(BLOCK, requests.blocks * BLOCK + 1, nothing, requests.ids, np.ones(count))
 
 
 def run_own(workload: Workload, requests: Requests, policy: str, capacities: list[int], rounds: int) -> list[Own]:
     """The same capacities on our simulator, ``rounds`` times."""
-    base = Setting(sessions=1, service=Service.FIXED, insert_output=False)
-    reference = simulate(workload, base)
-    # One block more: a running request holds one for the token that was added to its prompt.
-    settings = {
-        c: Setting(policy=policy, capacity=(c + 1) * BLOCK, sessions=1, service=Service.FIXED, insert_output=False)
-        for c in capacities
-    }
+    reference = simulate(workload, _setting())
+    settings = {c: _setting(c, policy) for c in capacities}
     simulate(workload, settings[capacities[0]], reference=reference)  # compiles the policy
     runs = []
     for _ in range(rounds):
@@ -108,7 +128,24 @@ def run_own(workload: Workload, requests: Requests, policy: str, capacities: lis
     return runs
 
 
+def run_whole(path: Path, policy: str, capacities: list[int]) -> Own:
+    """From the file ``path`` to the hits: reading, building the workload, the future that belady asks for, playing."""
+    began = time.process_time()
+    requests = read_requests(path)
+    workload = sequential_workload(requests)
+    reference = simulate(workload, _setting()) if policy == "belady" else None
+    outcomes = {c: simulate(workload, _setting(c, policy), reference=reference) for c in capacities}
+    hits = {c: _hit_tokens(requests, o.fates["hit"]) for c, o in outcomes.items()}
+    return Own(time.process_time() - began, hits)
+
+
+def _setting(blocks: int | None = None, policy: str = "lru") -> Setting:
+    base = Setting(policy=policy, sessions=1, service=Service.FIXED, insert_output=False)
+    # One block more: a running request holds one for the token that was added to its prompt.
+    return base if blocks is None else replace(base, capacity=(blocks + 1) * BLOCK)
+
+
 def _hit_tokens(requests: Requests, hit: npt.NDArray[np.int32]) -> int:
     """Hit tokens of the second half of the requests; of a partial block its tokens count."""
-    start = len(requests) // 2
-    return sum(min(h, tokens) for h, (tokens, _) in zip(hit[start:].tolist(), requests[start:], strict=True))
+    start = len(hit) // 2
+    return int(np.minimum(hit[start:], requests.tokens[start:]).sum())

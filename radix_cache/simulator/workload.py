@@ -6,7 +6,7 @@ some request branches or ends are one node. A collection of 290 MB becomes some 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -213,26 +213,14 @@ class WorkloadBuilder:
         """
         if not self._count:
             raise ValueError("a workload needs at least one session")
-        nodes = self._trie.nodes.copy()
-        requests = self._requests[: self._count].copy()
-        flows = np.zeros(len(self._flows), dtype=FLOW)
-        for name, column in zip(["session", "first", "spawn", "join"], zip(*self._flows, strict=True), strict=True):
-            flows[name] = column
-        flows["last_end"] = flows["held"] = flows["newest"] = NONE
-        flows["pace"] = -1.0
-        sessions = np.zeros(len(self._sessions), dtype=SESSION)
-        sessions["first_flow"], sessions["flows"] = zip(*self._sessions, strict=True)
-        by_start = np.argsort(nodes["start"], kind="stable").astype(np.int64)
-        _finish_nodes(nodes, by_start, requests, np.full(len(nodes), NONE, dtype=np.int32))
-        return Workload(
+        return finished(
             self.page_size,
-            nodes,
-            requests,
-            flows,
-            sessions,
-            tuple(self._ids),
-            self._accesses,
-            int(nodes["length"][1:].sum(dtype=np.int64)),
+            self._trie.nodes.copy(),
+            self._requests[: self._count].copy(),
+            flows=dict(zip(["session", "first", "spawn", "join"], zip(*self._flows, strict=True), strict=True)),
+            sessions=dict(zip(["first_flow", "flows"], zip(*self._sessions, strict=True), strict=True)),
+            session_ids=tuple(self._ids),
+            accesses=self._accesses,
         )
 
     def _add_flow(self, session_id: str, flow: FlowSpec, joins: list[int] | None, numbers: dict[int, int]) -> None:
@@ -321,3 +309,36 @@ class WorkloadBuilder:
         if len(path) >= length:
             return path
         return np.concatenate((path, self._fresh(length - len(path))))
+
+
+def finished(
+    page_size: int,
+    nodes: Records,
+    requests: Records,
+    *,
+    flows: Mapping[str, Any],
+    sessions: Mapping[str, Any],
+    session_ids: tuple[str, ...],
+    accesses: int,
+) -> Workload:
+    """A workload of a whole trie without levels, requests without heads, and columns of flows and sessions."""
+    flow_records = np.zeros(len(flows["session"]), dtype=FLOW)
+    for name, column in flows.items():
+        flow_records[name] = column
+    flow_records["last_end"] = flow_records["held"] = flow_records["newest"] = NONE
+    flow_records["pace"] = -1.0
+    session_records = np.zeros(len(session_ids), dtype=SESSION)
+    for name, column in sessions.items():
+        session_records[name] = column
+    by_start = np.argsort(nodes["start"], kind="stable").astype(np.int64)
+    _finish_nodes(nodes, by_start, requests, np.full(len(nodes), NONE, dtype=np.int32))
+    return Workload(
+        page_size,
+        nodes,
+        requests,
+        flow_records,
+        session_records,
+        session_ids,
+        accesses,
+        int(nodes["length"][1:].sum(dtype=np.int64)),
+    )
