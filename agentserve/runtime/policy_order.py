@@ -146,7 +146,8 @@ class VictimOrder(Generic[Item]):
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = []
-        if len(entries) * _AT_ONCE_FROM > len(line):
+        many = len(entries) * _AT_ONCE_FROM > len(line)
+        if many and (self._queue is None or len(entries) > _AT_ONCE_FROM):  # to begin a walk anew costs more than a few
             self._end_walk()
             line += entries
             line.sort()
