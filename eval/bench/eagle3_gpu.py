@@ -57,7 +57,8 @@ def shortfalls(meta: dict[str, Any], count: int) -> list[float]:
 class Bench:
     """The plan within one time budget; what was found is written after every server."""
 
-    def __init__(self, *, budget_s: float, out: Path, cpu: bool, graphs: bool) -> None:
+    def __init__(self, *, budget_s: float, out: Path, cpu: bool, graphs: bool, ranks: int) -> None:
+        self._ranks = ranks
         self._end = time.monotonic() + budget_s
         self._out, self._cpu, self._graphs = out, cpu, graphs
         self._folder = Path(tempfile.mkdtemp(prefix="eagle3-"))
@@ -67,13 +68,14 @@ class Bench:
         self._asked = golden_length(DRAFTS)
         self._reference: list[list[int]] = []
         self._drafted: list[list[int]] = []
+        self._first: list[int] = []
         self.result: dict[str, Any] = {
             "drafts": DRAFTS, "asked_length": self._asked, "prompt_tokens": self._length, "cuda_graphs": graphs,
-            "cells": {}, "counters": [], "log": [], "left_out": [],
+            "ranks": ranks, "cells": {}, "counters": [], "log": [], "left_out": [],
         }  # fmt: skip
 
     def run(self) -> None:
-        plan = ["off", "synthetic", "real", "synthetic", "off"]
+        plan = ["off", "synthetic", "real", "off"]
         following: SpecServer | None = self._start(plan[0], 0)
         try:
             for place, mode in enumerate(plan):
@@ -126,7 +128,7 @@ class Bench:
         }[mode]
         return SpecServer(
             folder / "server", settings, drafts=DRAFTS, batches=self._batches, cpu=self._cpu, environment=environment,
-            graphs=self._graphs or mode == "off",
+            graphs=self._graphs or mode == "off", ranks=self._ranks,
         )  # fmt: skip
 
     @property
@@ -150,6 +152,7 @@ class Bench:
         if mode == "synthetic":
             self.result["counters"].append(server.counters())
         elif first:
+            self._first = self._first_tokens(server)
             _, answers = server.generate(self._prompts(self._batches[-1]), 36)
             self._reference = [a["output_ids"] for a in answers]
             write_script(
@@ -157,8 +160,14 @@ class Bench:
                 {key_of(p): ids for p, ids in zip(self._prompts(self._batches[-1]), self._reference, strict=True)},
             )
 
+    def _first_tokens(self, server: SpecServer) -> list[int]:
+        """Each prompt alone and cold: the same matrix shapes with and without drafts, so the same bits."""
+        server.flush()
+        return [server.generate([ids], 1)[1][0]["output_ids"][0] for ids in self._prompts(self._batches[-1])]
+
     def _compare(self, server: SpecServer) -> None:
         prompts = self._prompts(self._batches[-1])
+        first = self._first_tokens(server)
         _, answers = server.generate(prompts, 32)
         self._drafted = [a["output_ids"] for a in answers]
         same = [
@@ -166,6 +175,7 @@ class Bench:
             for known, made in zip(self._reference, answers, strict=True)
         ]
         self.result["real_verification"] = {
+            "first_tokens_equal_at_equal_shapes": sum(a == b for a, b in zip(self._first, first, strict=True)),
             "answers": len(same), "equal": sum(n == 32 for n in same), "equal_prefixes": same,
             "distinct_tokens": len({token for known in self._reference for token in known}), **acceptance(answers),
         }  # fmt: skip
@@ -213,10 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=470, help="seconds for everything")
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs to share the models")
     parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
     arguments = parser.parse_args()
-    out = Path(os.environ.get("OUT", ".")) / "eagle3-h200.json"
-    bench = Bench(budget_s=arguments.budget, out=out, cpu=arguments.cpu, graphs=not arguments.no_graphs)
+    out = Path(os.environ.get("OUT", ".")) / f"eagle3-{arguments.ranks}.json"
+    bench = Bench(
+        budget_s=arguments.budget, out=out, cpu=arguments.cpu, graphs=not arguments.no_graphs, ranks=arguments.ranks
+    )
     try:
         bench.run()
     finally:

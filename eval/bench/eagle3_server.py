@@ -34,11 +34,12 @@ class SpecServer(BenchServer):
         cpu: the tiny shapes on this project's CPU platform, to try the benchmark itself.
         environment: more variables.
         graphs: whether decode runs in CUDA graphs.
+        ranks: GPUs to share the models.
     """
 
     def __init__(
         self, folder: Path, settings: SpeculationSettings | None, *, drafts: int, batches: tuple[int, ...], cpu: bool,
-        environment: dict[str, str], graphs: bool = True,
+        environment: dict[str, str], graphs: bool = True, ranks: int = 1,
     ) -> None:  # fmt: skip
         self.mode = Mode("EAGLE3" if settings else "plain")
         target: TinyM3Shape = TINY if cpu else REAL
@@ -64,6 +65,8 @@ class SpecServer(BenchServer):
             argv += ["--dtype", "bfloat16", "--cuda-graph-backend-prefill", "disabled", "--context-length", "131072",
                      "--mem-fraction-static", "0.8", "--max-total-tokens", "262144"]  # fmt: skip
             argv += ["--cuda-graph-bs-decode", *map(str, batches)] if graphs else ["--disable-cuda-graph"]
+        if ranks > 1:
+            argv += ["--tp-size", str(ranks), "--disable-custom-all-reduce"]
         if settings is not None:
             argv += [
                 "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder / "draft"),

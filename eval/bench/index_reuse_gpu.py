@@ -4,7 +4,8 @@ Servers of three modes take turns (off, selection shared, selection shared and p
 layers of MiniMax-M3's real shapes with random weights. Timed are the prefill of a cold prompt, and the time per output
 token of a cached one while the whole batch decodes. Beside the times stand the executed counters of the same servers.
 ``--part equality`` compares greedy tokens and log-probabilities of two servers whose matrix products are the same
-ones, so that skipping the producers must not change a bit.
+ones, so that skipping the producers must not change a bit. ``--part deep`` times decoding alone on a model of 24 sparse
+layers with fewer experts, which tells what a layer saves several times more sharply.
 
 The extrapolation to the whole model assumes that its 57 sparse layers cost what these five do.
 """
@@ -22,13 +23,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eval.bench.index_reuse_server import REAL, TINY, BenchServer, Mode
+from eval.bench.index_reuse_server import DEEP, FEW_EXPERTS, REAL, TINY, BenchServer, Mode
 from eval.bench.index_reuse_summary import compare, summary
 
 # Forth and back (the middle server has two turns), so that a drift of the machine meets every mode alike.
 TIMED = (Mode("off"), Mode("shared"), Mode("skipped"), Mode("shared"), Mode("off"))
 COMPARED = (Mode("shared", fused=False), Mode("skipped", fused=False))
-PARTS = {"time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED)}
+DEEP_TIMED = (Mode("shared"), Mode("skipped"), Mode("off"), Mode("shared"))
+PARTS = {"time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED), "deep": DEEP_TIMED}
+SHAPES = {"deep": DEEP, "equality": FEW_EXPERTS}
 START_S = 17.0  # of a server that has imported everything and waits at its gate
 BATCHES = (1, 8)
 
@@ -63,26 +66,27 @@ class Bench:
     """The plan, in one time budget; what was found is written after every server.
 
     Args:
-        plan: servers in order.
+        part: of ``PARTS``.
         budget_s: seconds for everything. What does not fit is left out and listed.
         out: the JSON file.
     """
 
-    def __init__(self, plan: tuple[Mode, ...], *, budget_s: float, out: Path, cpu: bool, freq: int) -> None:
-        self._plan, self._end = plan, time.monotonic() + budget_s
-        self._out, self._cpu, self._freq = out, cpu, freq
+    def __init__(self, part: str, *, budget_s: float, out: Path, cpu: bool, freq: int, ranks: int) -> None:
+        self._plan, self._end, self._deep = PARTS[part], time.monotonic() + budget_s, part == "deep"
+        self._out, self._cpu, self._freq, self._ranks = out, cpu, freq, ranks
         self._folder = Path(tempfile.mkdtemp(prefix="index-reuse-"))
-        self._shape = TINY if cpu else REAL
+        self._shape = TINY if cpu else SHAPES.get(part, REAL)
         self._lengths = (600, 900, 1400) if cpu else (8_000, 32_000, 120_000)
         self._new_tokens, self._paces = (33, 2) if cpu else (257, 3)
-        self._turns_left = sum(self._turns(mode) for mode in plan)
+        self._turns_left = sum(self._turns(mode) for mode in self._plan)
         self._started = 0
         self._checks: dict[str, Any] = {}
         self._cells: dict[str, dict[str, dict[str, Any]]] = {}
         self._known: dict[tuple[int, int], list[int]] = {}
         self.result: dict[str, Any] = {
             "command": "bash eval/bench/gpu_run.sh eval.bench.index_reuse_gpu " + shlex.join(sys.argv[1:]),
-            "freq": freq, "executed": {}, "log": [], "left_out": [],
+            "freq": freq, "ranks": ranks, "sparse_layers": self._shape.num_layers - self._shape.num_dense_layers,
+            "experts": self._shape.num_experts, "executed": {}, "log": [], "left_out": [],
         }  # fmt: skip
 
     def run(self) -> None:
@@ -117,6 +121,9 @@ class Bench:
         if not mode.fused:
             self._checks[mode.name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
             return
+        if self._deep:
+            self._pace_only(server)
+            return
         small = self._lengths[0]
         for count in BATCHES:  # every server loads, and the first compiles, its kernels outside of what is timed
             server.generate(self._prompts(small + 500, count), 8)
@@ -129,6 +136,17 @@ class Bench:
             self._turns_left -= 1
         if mode.name != "off" and mode.name not in self.result["executed"]:
             self.result["executed"][mode.name] = server.executed()
+
+    def _pace_only(self, server: BenchServer) -> None:
+        small, _, long = self._lengths
+        for length, count in ((long, 1), (small, 8)):
+            server.generate(self._prompts(length, count), 8)  # prefill, kernels
+            cell = self._cell(server, length, count)
+            for _ in range(4):
+                cell["per_token_s"].append(server.pace(self._prompts(length, count), self._new_tokens)[0])
+            self._note(f"{server.mode} {length}x{count}: {[round(s * 1e3, 4) for s in cell['per_token_s']]} ms")
+        if server.mode.name != "off" and server.mode.name not in self.result["executed"]:
+            self.result["executed"][server.mode.name] = server.executed()
 
     def _turn(self, server: BenchServer, until: float) -> None:
         small, middle, long = self._lengths
@@ -167,7 +185,14 @@ class Bench:
 
     def _start(self, mode: Mode) -> BenchServer:
         self._started += 1
-        return BenchServer(self._folder / str(self._started), mode, freq=self._freq, cpu=self._cpu)
+        return BenchServer(
+            self._folder / str(self._started),
+            mode,
+            freq=self._freq,
+            cpu=self._cpu,
+            shape=self._shape,
+            ranks=self._ranks,
+        )
 
     def _prompts(self, length: int, count: int) -> list[list[int]]:
         for seed in range(count):
@@ -198,11 +223,18 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, default="all", help="what to do")
     parser.add_argument("--budget", type=float, default=500, help="seconds for everything")
     parser.add_argument("--freq", type=int, default=4, help="group size")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs to share the model")
     parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
     arguments = parser.parse_args()
-    out = Path(os.environ.get("OUT", ".")) / "index-reuse-h200.json"
-    plan = PARTS[arguments.part]
-    bench = Bench(plan, budget_s=arguments.budget, out=out, cpu=arguments.cpu, freq=arguments.freq)
+    out = Path(os.environ.get("OUT", ".")) / f"index-reuse-{arguments.part}.json"
+    bench = Bench(
+        arguments.part,
+        budget_s=arguments.budget,
+        out=out,
+        cpu=arguments.cpu,
+        freq=arguments.freq,
+        ranks=arguments.ranks,
+    )
     try:
         bench.run()
     finally:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ REAL = TinyM3Shape(
 # The same attention in 24 sparse layers instead of five, with 16 experts a layer instead of 128 so that it fits: what a
 # layer saves is resolved 4.5 times better, and at batch 1 a step reads four experts of a layer either way.
 DEEP = replace(REAL, num_layers=25, num_experts=16)
+FEW_EXPERTS = replace(REAL, num_experts=16)  # loads in a fraction of the time, for what is no question of speed
 TINY = TinyM3Shape(dtype="float32")
 _COUNTER = re.compile(r'^agentserve_index_(\w+)_total\{layer="(\d+)",mode="(\w+)"\} (\S+)', re.MULTILINE)
 
@@ -88,11 +90,13 @@ class BenchServer:
                    "--dtype", "bfloat16", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
                    "--cuda-graph-bs-decode", "1", "8", "--context-length", "131072", "--mem-fraction-static", "0.86",
                    "--max-total-tokens", "983040"]  # fmt: skip
+        if ranks > 1:  # our own all-reduce kernels would map memory by multicast, which not every machine allows
+            options += ["--tp-size", str(ranks), "--disable-custom-all-reduce"]
         argv = [
             sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--load-format", "dummy",
             "--page-size", "128", "--chunked-prefill-size", "8192", "--max-running-requests", "8", "--port", str(port),
             "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics",
-            "--stream-interval", "4", "--tp-size", str(ranks), *options,
+            "--stream-interval", "4", *options,
         ]  # fmt: skip
         cpu_env = {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         env = {**os.environ, **(cpu_env if cpu else {}), **mode.environment(freq), GATE_VARIABLE: str(self.gate)}
@@ -160,10 +164,16 @@ class BenchServer:
             pass
 
     def flush(self) -> None:
-        """Empty the prefix cache."""
-        request = urllib.request.Request(f"{self.url}/flush_cache", b"")
-        with urllib.request.urlopen(request, timeout=60):
-            pass
+        """Empty the prefix cache. Refused while an answered request is still being put away, so asked again then."""
+        for attempt in range(20):
+            request = urllib.request.Request(f"{self.url}/flush_cache", b"")
+            try:
+                with urllib.request.urlopen(request, timeout=60):
+                    return
+            except urllib.error.HTTPError as error:
+                if error.code != 400 or attempt == 19:
+                    raise
+                time.sleep(0.1)
 
     def executed(self) -> dict[str, dict[str, dict[str, int]]]:
         """Executed counters, ``{mode: {event: {layer: passes}}}``; empty where the server has no hooks of ours."""
@@ -210,6 +220,7 @@ def pace_of(arrivals: Mapping[int, Sequence[tuple[float, int]]]) -> float:
 def _gpu_megabytes() -> int:
     try:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        query += ["-i", devices] if (devices := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
         return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
     except (OSError, subprocess.CalledProcessError):
         return 0

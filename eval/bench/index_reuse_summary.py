@@ -66,9 +66,15 @@ def summary(
         known = [mode for mode in MODES if cell in cells.get(mode, {})]
         for what in ("prefill", "per_token"):
             times = {mode: [seconds * 1e3 for seconds in cells[mode][cell][f"{what}_s"]] for mode in known}
+            if not all(times.values()):
+                continue
             row[f"{what}_ms"] = {mode: spread(values) for mode, values in times.items()}
             for mode in known[1:]:
                 row[f"{what}_{mode}"] = saving(times["off"], times[mode], layers=layers, reusers=reusers, freq=freq)
+            if {"shared", "skipped"} <= times.keys():
+                row[f"{what}_skipped_against_shared"] = saving(
+                    times["shared"], times["skipped"], layers=layers, reusers=reusers, freq=freq
+                )
         row["cached_tokens_at_prefill"] = sum(cells[mode][cell]["cached_at_prefill"] for mode in known)
         rows[cell] = row
     return rows
