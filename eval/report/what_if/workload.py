@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from radix_cache.attribution.pages import Ranges, as_ranges, head, length, numbers
+from radix_cache.attribution.pages import Numbers, Ranges, as_ranges, head, length
 from radix_cache.features import Stop
 from radix_cache.simulator import FlowSpec, TurnSpec, Workload, WorkloadBuilder
 from traces.model import MAIN_FLOW, StopReason
@@ -118,12 +118,10 @@ class _Book:
 
 
 def _recorded_paths(events: KvEvents) -> tuple[dict[Key, Path], int]:
-    paths = {key: Path(as_ranges(one.prompt), as_ranges(one.answer)) for key, one in events.paths.items()}
-    pages = 0
-    for path in paths.values():
-        for part in path:
-            if len(part):
-                pages = max(pages, int(part.sum(axis=1).max()))
+    paths, pages = {}, 0
+    for key, one in events.paths.items():
+        paths[key] = Path(as_ranges(one.prompt), as_ranges(one.answer))
+        pages = max(pages, max((first + count for first, count in (*one.prompt, *one.answer)), default=0))
     return paths, pages
 
 
@@ -173,12 +171,20 @@ def _turn(record: RequestRecord, path: Path, pairs: int) -> TurnSpec:
     return TurnSpec(
         prompt_tokens=record.prompt_tokens - pairs,
         output_tokens=record.output_tokens,
-        pages=numbers(path.prompt, 0, length(path.prompt)),
-        answer=numbers(path.answer, 0, length(path.answer)),
+        pages=_numbers(path.prompt),
+        answer=_numbers(path.answer),
         think_s=max(0.0, record.think_s + record.sent_s - record.ready_s),
         service_s=max(0.0, record.done_s - record.sent_s),
         stop=_STOPS.get(record.recorded_stop, Stop.UNKNOWN),
     )
+
+
+def _numbers(ranges: Ranges) -> Numbers:
+    """All page numbers of a path."""
+    counts = ranges[:, 1]
+    before = np.cumsum(counts) - counts
+    found: Numbers = np.repeat(ranges[:, 0] - before, counts) + np.arange(length(ranges))
+    return found
 
 
 def _tail(ranges: Ranges, pages: int) -> Ranges:
