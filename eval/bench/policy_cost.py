@@ -114,7 +114,11 @@ class Tree:
     def evict(self, victims: int) -> list[int]:
         """Evict that many leaves; the numbers of those that are gone, in order of number."""
         self.cache.evict(EvictParams(num_tokens=victims * TOKENS))
-        return sorted(set(range(self.leaves)) - {first_token(n) // 100 for n in self._evictable()})
+        return sorted(set(range(self.leaves)) - set(self.present()))
+
+    def present(self) -> list[int]:
+        """The leaves that are cached, in order of number."""
+        return sorted(first_token(node) // 100 for node in self._evictable())
 
     def named(self, victims: int) -> list[int]:
         """The leaves that the policy's definition names next: all are scored and sorted."""
@@ -187,7 +191,8 @@ def main(leaves: int, rounds: int, out: Path | None) -> None:
     """Cost of choosing victims per evicted token, gittins against SGLang's lru."""
     trees = {"sglang lru": Tree(None, leaves), "gittins": Tree("gittins", leaves)}
     runs = [compare(trees, victims, rounds) for victims in (16, 512)]
-    result = {"command": "python -m eval.bench.policy_cost", "limit": LIMIT, "runs": runs}
+    command = f"python -m eval.bench.policy_cost --leaves {leaves} --rounds {rounds}"
+    result = {"command": command, "limit": LIMIT, "runs": runs}
     text = json.dumps(result, indent=2)
     click.echo(text)
     if out is not None:
