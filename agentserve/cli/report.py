@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,18 @@ if TYPE_CHECKING:
     from eval.report.schema_what_if import WhatIf
 
 _GB = 10**9
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """What a report reads it keeps: looking for garbage among millions of objects takes time and finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _print_schema(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -44,6 +58,7 @@ def _print_schema(context: click.Context, _: click.Parameter, wanted: bool) -> N
               help="Also ask what so much more cache would bring; several times for several.")  # fmt: skip
 @click.option("--bytes-per-token", type=click.FloatRange(min=0, min_open=True), metavar="BYTES",
               help="Of the cache, over all ranks [default: what the server's pools show].")  # fmt: skip
+@_without_collector()
 def command(
     run: Path,
     json_out: str | None,
