@@ -41,6 +41,7 @@ TP = int(os.environ.get("AGENTSERVE_TEST_TP", "1"))
 EAGLE3 = os.environ.get("AGENTSERVE_TEST_EAGLE3") == "1"
 STEP = "verify" if EAGLE3 else "decode"  # the mode of a pass that writes tokens
 NEW_TOKENS = 8
+KV_TOKENS = 4_096  # half of what the prompts leave behind
 LENGTHS = (40, 150, 700, 950, 1100, 1300, 1600, 1750)
 KEPT = 6  # at least so many of them
 
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_checkpoint: Path, folder: Path) -> Iterator[TinyServer]:
     settings: dict[str, Any] = {
-        "kv.capacity_tokens": 32_768,
+        "kv.capacity_tokens": KV_TOKENS,
         "prefill_chunk": PREFILL_CHUNK,
         "index_reuse": REUSE,
         "tp": TP,
@@ -130,6 +131,28 @@ def test_cached_prefix(server: TinyServer, prompts: list[Prompt]) -> None:
         assert difference(got["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) < TOLERANCE
         hits += expected
     assert hits > 0
+
+
+def test_hits_between_evictions(server: TinyServer, prompts: list[Prompt]) -> None:
+    """Each prompt twice in a row, behind the others: the first time it may find little, the second time all."""
+    server.flush()
+    before, hits = evicted(server), 0
+    for prompt in prompts + prompts[::-1]:
+        for _ in range(2):
+            got = meta(server, prompt.ids)
+            hits += got["cached_tokens"]
+            assert difference(got["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) < TOLERANCE
+        assert got["cached_tokens"] == (len(prompt.ids) - 1) // server.page_size * server.page_size
+    assert hits > 0
+    assert evicted(server) - before > KV_TOKENS / 2
+
+
+def evicted(server: TinyServer) -> float:
+    """Tokens that SGLang evicted so far."""
+    text = httpx.get(server.url + "/metrics", timeout=30).text
+    return sum(
+        float(n) for n in re.findall(r"^sglang:evicted_tokens(?:_total)?(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+    )
 
 
 def test_greedy_output_is_the_sharing_references_argmax(prompts: list[Prompt]) -> None:
