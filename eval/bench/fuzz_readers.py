@@ -210,13 +210,13 @@ def passed(result: dict[str, Any]) -> bool:
 @click.command()
 @click.option("--count", default=COUNT, show_default=True, help="Inputs per sample.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--only", multiple=True, help="Fuzz this format alone; may be given several times.")
+@click.option("--only", multiple=True, help="Fuzz this format or file alone; may be given several times.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="Write the result as JSON; results of other formats with this seed and count stay.")  # fmt: skip
 @click.option("--inside", hidden=True, help="Fuzz the sample of this file name in this process.")
 def main(count: int, seed: int, only: tuple[str, ...], out: Path | None, inside: str | None) -> None:
     """Fuzz the readers of all trace formats."""
-    chosen = [sample for sample in samples() if not only or sample.format in only]
+    chosen = [sample for sample in samples() if not only or {sample.format, sample.name} & set(only)]
     if inside is not None:
         click.echo(json.dumps(one(next(sample for sample in chosen if sample.name == inside), count, seed)))
         return
