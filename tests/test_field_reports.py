@@ -116,8 +116,8 @@ def test_sglang_34553_ai_sdk_472_and_dspy_10216_keys_in_another_order() -> None:
 
 def test_unsloth_10845_sorting_keys_breaks_what_the_model_wrote_unsorted() -> None:
     head, end = USER + ANSWERS, "<|im_end|>\n"
-    wrote = CALL.format(arguments='{"path": "/tmp", "all": true, "depth": {"z": 1, "a": 2}}')
-    resent = CALL.format(arguments='{"all": true, "depth": {"a": 2, "z": 1}, "path": "/tmp"}')
+    wrote = CALL.format(arguments='{"path": "src", "all": true, "depth": {"z": 1, "a": 2}}')
+    resent = CALL.format(arguments='{"all": true, "depth": {"a": 2, "z": 1}, "path": "src"}')
     found = diagnose(head + wrote + end, head + resent + end + NEXT)
     assert found is not None
     assert found.cause == "argument_order"
