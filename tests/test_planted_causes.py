@@ -1,4 +1,4 @@
-"""Causes made on purpose are found: two of the eight of ``eval.bench.planted_causes``, on the shared server."""
+"""A cause made on purpose is found: one of the eight of ``eval.bench.planted_causes``, on the shared server."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @pytest.mark.server
 @pytest.mark.timeout(600)
-def test_a_nonce_and_parallel_subagents_are_found(tiny_server: TinyServer, tmp_path: Path) -> None:
-    """Without cache events, too: both causes are sound without them."""
+def test_a_nonce_in_the_system_prompt_is_found(tiny_server: TinyServer, tmp_path: Path) -> None:
+    """Without cache events, too: what clients change in their texts needs none."""
     server = Served(tiny_server.url, tmp_path, has_events=False)
     work = workloads.nonce(workloads.renderer(tiny_server.checkpoint), turns=4)
     kept = play(server, "kept", work.control)
     found = against(server, "planted", "nonce", work, kept)
     assert found.good, found
-    agents = workloads.subagents(7, agents=2, shared=416, busy=2048)
-    control = play(server, "one-by-one", agents.control, concurrency=2, in_flight=1)
-    found = against(server, "at-once", "in_flight", agents, control, concurrency=2)
-    assert found.good, found
-    assert (found.equal_answers, found.answers) == (6, 6)
-    # the server's counters, on the run's clock: somebody ran, and tokens were in use at the end
-    samples = read_metrics(tmp_path / "at-once")
-    assert max(value for _, value in over_time(samples, "sglang:num_used_tokens")) > 0
-    assert [at for at, _ in over_time(samples, "sglang:num_running_reqs")] == sorted(s.at_s for s in samples)
+    # the server's counters, on the run's clock: tokens were in use
+    samples = read_metrics(tmp_path / "planted")
+    assert max(value for _, value in over_time(samples, "sglang:max_total_num_tokens")) > 0
+    assert [s.at_s for s in samples] == sorted(s.at_s for s in samples)
 
 
 def test_alignment_is_computed_from_the_prompts() -> None:
