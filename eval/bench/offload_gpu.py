@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ import httpx
 
 from eval.bench.index_reuse_server import REAL, TINY, BenchServer, Mode
 from eval.bench.index_reuse_weights import FUSE_VARIABLE, GATE_VARIABLE
-from eval.bench.offload_gpu_parts import CHUNK, Daemon, free_ports, plain_copies, state_bytes, write_checkpoint
+from eval.bench.offload_gpu_parts import (
+    CHUNK,
+    Daemon,
+    free_ports,
+    native_fits,
+    plain_copies,
+    state_bytes,
+    write_checkpoint,
+)
 from eval.bench.offload_restore import WAYS, counted, difference, flush, generate
 from offload.settings import OffloadSettings
 
@@ -167,7 +176,7 @@ class Session:
                 with httpx.Client(base_url=following.url, timeout=120, trust_env=False) as http:
                     self._after_restart(http)
         except (RuntimeError, OSError, httpx.HTTPError) as error:
-            tails = {"server": server.tail(), "daemon": self._daemons[0].tail()}
+            tails = {"daemon": self._daemons[0].tail(), "server": server.tail()}
             raise RuntimeError(
                 f"{error}\n" + "\n".join(f"--- {name}:\n{tail}" for name, tail in tails.items())
             ) from None
@@ -294,7 +303,8 @@ def main() -> None:
     end = time.monotonic() + arguments.budget
     name = "offload-h200.json" if arguments.tp == 1 else f"offload-h200-tp{arguments.tp}.json"
     out = Path(os.environ.get("OUT", ".")) / name
-    kinds = {"auto": (True, False), "native": (True,), "torch": (False,)}[arguments.copies]
+    fits = native_fits(version("torch"))
+    kinds = {"auto": (True, False) if fits else (False,), "native": (True,), "torch": (False,)}[arguments.copies]
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="offload-") as folder:
         for native in kinds:
@@ -311,7 +321,7 @@ def main() -> None:
                 "command": "bash eval/bench/gpu_run.sh eval.bench.offload_gpu " + shlex.join(sys.argv[1:]),
                 "machine": "cpu" if arguments.cpu else "gpu",
                 "good": good(session.result) and not failures,
-                "failures": [failure[:1500] for failure in failures],
+                "failures": [failure[:4000] for failure in failures],
                 **session.result,
             }
             out.write_text(json.dumps(report, indent=1))

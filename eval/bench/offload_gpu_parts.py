@@ -20,11 +20,35 @@ from offload.daemon import DaemonSpec, daemon_command
 from offload.state import prefix_state_planes
 
 PAGE, CHUNK = 128, 256
-# LMCache 0.5.6's compiled copies were built for a torch after 2.11, where they lack one symbol: the constructor of an
-# exception. Resolved when it is called (which is never, unless something fails), the rest of them loads.
+# LMCache 0.5.6's compiled copies were built for a later torch than 2.11. With that they lack one symbol, an exception's
+# constructor (resolved when it is called, they load), and read a tensor's shape eight bytes off: torch 2.13 has no
+# ``pyobj_interpreter_`` in front of it any more. Every store failed on an H200.
 _NATIVE = "import os, sys; sys.setdlopenflags(os.RTLD_LAZY); from lmcache.cli.main import main; sys.exit(main())"
-# With its own flags the import fails there, and LMCache takes torch's operations instead, wherever it runs.
-_TORCH = "import sys; sys.modules['lmcache.cuda_ops'] = None; from lmcache.cli.main import main; sys.exit(main())"
+NATIVE_SINCE = (2, 13)
+# Without them LMCache takes torch's operations. On CUDA these copy with ``cudaMemcpy`` on the default stream while
+# their kernels run on a stream that does not wait for it, which is probably why every restore was refused by its seals
+# there. Here each copy waits for the kernels before it; that has not run on a GPU yet.
+_TORCH = """
+import sys
+sys.modules["lmcache.cuda_ops"] = None
+import torch
+from lmcache.cli.main import main
+from lmcache.v1.platform.torch_ops import mem_kernels
+library = mem_kernels._get_copy_lib() if torch.cuda.is_available() else None
+class Ordered:
+    def cudaMemcpy(self, *copy):
+        torch.cuda.synchronize()
+        return library.cudaMemcpy(*copy)
+if library is not None:
+    mem_kernels._get_copy_lib = Ordered
+sys.exit(main())
+"""
+
+
+def native_fits(torch_version: str) -> bool:
+    """Whether LMCache's compiled copies fit a torch, by its version as in ``2.11.0+cu130``."""
+    major, minor = torch_version.split(".")[:2]
+    return (int(major), int(minor)) >= NATIVE_SINCE
 
 
 def free_ports(count: int) -> list[int]:
