@@ -48,7 +48,7 @@ def assert_same(workload: Workload, setting: Setting) -> bool:
         elif field.name != "log":
             assert getattr(short, field.name) == getattr(general, field.name), (field.name, setting)
     future = run._future(workload, setting, setting.policy == "belady", reference)
-    return run._is_sequential(workload, setting, future)
+    return run._sequence(workload, setting, future) is not None
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -121,5 +121,5 @@ def test_a_longer_sequence_is_played_the_short_way_and_hits_the_same(policy: str
 def test_anything_else_is_left_to_the_general_core(other: dict[str, object]) -> None:
     workload = flat(20, 2)
     setting = Setting(capacity=200, sessions=1)
-    assert run._is_sequential(workload, setting, run.UNKNOWN)
-    assert not run._is_sequential(workload, replace(setting, **other), run.UNKNOWN)  # type: ignore[arg-type]
+    assert run._sequence(workload, setting, run.UNKNOWN) is not None
+    assert run._sequence(workload, replace(setting, **other), run.UNKNOWN) is None  # type: ignore[arg-type]

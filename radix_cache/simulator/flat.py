@@ -80,7 +80,7 @@ def flat_workload(
 def _slot(keys: Any, numbers: Any, page: int) -> int:
     """Where a page id is in the table, or may be put."""
     mask = len(keys) - 1
-    at = (page * -7046029254386353131) >> 20 & mask  # 2**64 over the golden ratio: chained ids spread
+    at = (page ^ page >> 20) & mask  # ids that count up lie side by side, hashes spread by themselves
     while numbers[at] != NONE and keys[at] != page:
         at = (at + 1) & mask
     return int(at)

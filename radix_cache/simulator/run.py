@@ -21,7 +21,7 @@ from radix_cache.simulator.loop import admit
 from radix_cache.simulator.loop import run as run_events
 from radix_cache.simulator.outcome import Outcome as Outcome
 from radix_cache.simulator.outcome import Played, outcome_of, played_by
-from radix_cache.simulator.sequential import is_sequence, knows_one_order, play
+from radix_cache.simulator.sequential import Sequence, is_sequence, play, sequence_of
 from radix_cache.simulator.state import Cache, Loop
 from radix_cache.simulator.uses import UNKNOWN, Future, fits, known_future
 from radix_cache.simulator.workload import Workload
@@ -106,8 +106,9 @@ def _simulate(
     policy = eviction_policy(setting.policy)
     host_policy = eviction_policy(setting.host_policy)
     future = _future(workload, setting, policy.offline or host_policy.offline, reference)
-    if not log_room and _is_sequential(workload, setting, future):
-        return _simulate_sequence(workload, setting, future, progress), 0
+    sequence = None if log_room else _sequence(workload, setting, future)
+    if sequence is not None:
+        return _simulate_sequence(workload, setting, sequence, progress), 0
     cache = new_cache(workload, setting.capacity, policy, setting, future)
     cache.keep_log(log_room)
     host = cache
@@ -127,26 +128,32 @@ def _simulate(
     return outcome_of(workload, setting, played_by(cache, loop, workload.page_size)), int(cache.record["logged"])
 
 
-def _is_sequential(workload: Workload, setting: Setting, future: Future) -> bool:
-    """Whether requests come one at a time, under a policy that ``sequential`` knows."""
-    return (
+def _sequence(workload: Workload, setting: Setting, future: Future) -> Sequence | None:
+    """The order of requests where they come one at a time, under a policy that ``sequential`` knows, else None."""
+    one_at_a_time = (
         setting.sessions == 1
         and setting.policy in ("lru", "belady")
         and setting.truncate
         and setting.host_capacity == 0
         and _admits_all(admission_policy(setting.admission))
         and is_sequence(workload)
-        and knows_one_order(future, session_order(workload, setting.order_seed))
     )
+    if not one_at_a_time:
+        return None
+    if future is UNKNOWN:
+        return sequence_of(future, session_order(workload, setting.order_seed))
+    known = _sequences.setdefault(future, {})
+    if setting.order_seed not in known:
+        known[setting.order_seed] = sequence_of(future, session_order(workload, setting.order_seed))
+    return known[setting.order_seed]
 
 
 def _simulate_sequence(
-    workload: Workload, setting: Setting, future: Future, progress: Callable[[int], None] | None
+    workload: Workload, setting: Setting, sequence: Sequence, progress: Callable[[int], None] | None
 ) -> Outcome:
     played = play(
         workload,
-        future,
-        session_order(workload, setting.order_seed),
+        sequence,
         capacity=setting.capacity,
         insert_output=setting.insert_output,
         service=setting.service,
@@ -209,6 +216,8 @@ def session_order(workload: Workload, seed: int | None) -> npt.NDArray[np.int32]
 
 # What outcomes say of the future, for as long as they live: the points of a grid mostly ask for the same.
 _futures: WeakKeyDictionary[Outcome, tuple[Workload, tuple[float, ...], Future]] = WeakKeyDictionary()
+
+_sequences: WeakKeyDictionary[Future, dict[int | None, Sequence | None]] = WeakKeyDictionary()  # by order's seed
 
 
 def _future(workload: Workload, setting: Setting, needed: bool, reference: Outcome | None) -> Future:

@@ -81,8 +81,7 @@ class _Order(NamedTuple):
     words: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
     leaf_at: npt.NDArray[np.int32]  # place -> node
-    # As in ``Future``, but of positions in the order of requests; empty: the future is not asked.
-    uses: npt.NDArray[np.int32]
+    uses: npt.NDArray[np.int32]  # as in ``Sequence``
     first_use: npt.NDArray[np.int64]
 
 
@@ -91,17 +90,28 @@ def is_sequence(workload: Workload) -> bool:
     return len(workload.requests) == len(workload.flows) == len(workload.sessions)
 
 
-def knows_one_order(future: Future, order: npt.NDArray[np.int32]) -> bool:
-    """Whether no two requests are expected at the same time: their order then says all of the future."""
+class Sequence(NamedTuple):
+    """An order of requests, and who of them uses a node next, as in ``Future`` but by position in that order."""
+
+    order: npt.NDArray[np.int32]
+    uses: npt.NDArray[np.int32]
+    first_use: npt.NDArray[np.int64]  # by position; empty: the future is not asked
+
+
+def sequence_of(future: Future, order: npt.NDArray[np.int32]) -> Sequence | None:
+    """None where two requests are expected at the same time: their order then does not say all of the future."""
     if not len(future.plans):
-        return True
-    return bool((np.diff(future.plans["expected"][order]) > 0).all())
+        return Sequence(order, future.next_use, future.plans["next_use"])
+    if not (np.diff(future.plans["expected"][order]) > 0).all():
+        return None
+    position = np.full(len(order) + 1, NONE, dtype=np.int32)  # the last one stands for no request
+    position[order] = np.arange(len(order), dtype=np.int32)
+    return Sequence(order, position[future.next_use], future.plans["next_use"][order])
 
 
 def play(
     workload: Workload,
-    future: Future,
-    order: npt.NDArray[np.int32],
+    sequence: Sequence,
     *,
     capacity: int,
     insert_output: bool,
@@ -110,14 +120,14 @@ def play(
     prefill: float,
     decode: float,
 ) -> Played:
-    """Play a workload of sessions of one request, one after the other in ``order``.
+    """Play a workload of sessions of one request, one after the other.
 
     Args:
         workload: one for which ``is_sequence`` holds.
-        future: of ``belady``, one for which ``knows_one_order`` holds; without plans, ``lru`` is played.
-        order: sessions in order of arrival.
+        sequence: the order of its sessions; ``belady`` is played where it knows the future, else ``lru``.
         capacity: tokens. The others are those of ``run.Setting``.
     """
+    order = sequence.order
     count = len(order)
     trie = workload.nodes
     nodes = np.empty(len(trie) + 2 * count + 1, dtype=_NODE)
@@ -134,14 +144,8 @@ def play(
     }
     for name, value in values.items():
         state[name] = value
-    position = np.full(count + 1, NONE, dtype=np.int32)  # the last one stands for no request
-    position[order] = np.arange(count, dtype=np.int32)
-    victims = _Order(
-        *new_bitset(2 * count),
-        np.empty(2 * count, dtype=np.int32),
-        position[future.next_use],
-        future.plans["next_use"][order] if len(future.plans) else future.plans["next_use"],
-    )
+    leaf_at = np.empty(2 * count, dtype=np.int32)
+    victims = _Order(*new_bitset(2 * count), leaf_at, sequence.uses, sequence.first_use)
     fates = np.empty(count, dtype=FATE)
     _play(state, trie, nodes, workload.requests, order, victims, fates)
     s = state[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,8 @@ def _note_elapsed(requests: Any, flows: Any, think_cap: float, decode: float, pl
                 at += min(requests[request].think, think_cap)
 
 
-class Future(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Future:
     """What a policy that knows the future reads; all empty for the others."""
 
     next_use: npt.NDArray[np.int32]  # next request by (request, level of the node in its path), flat
