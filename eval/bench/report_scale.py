@@ -7,6 +7,7 @@ own. Beside the times stands whether the report is right: its causes must be tho
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -196,7 +197,9 @@ def main(requests: int, page_size: int, clients: int, capacity: float, out: Path
     reported = {row["cause"]: row["tokens"] for row in why["causes"] if row["tokens"]}
     same = reported == {cause: n for cause, n in truth.items() if n}
     result = {
-        "command": "python -m eval.bench.report_scale " + " ".join(sys.argv[1:]),
+        "command": f"python -m eval.bench.report_scale --requests {requests}",
+        "cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),  # others' work makes seconds longer, and hardly cpu_seconds
         "requests": len(workload.requests),
         "prompt_tokens": workload.prompt_tokens,
         "batches": why["evidence"]["batches"],

@@ -34,7 +34,7 @@ from traces.replay.record import RequestRecord
 
 MAX_BINS = 60
 ROWS = 24  # sessions of the timeline
-MAX_BARS = 3000
+MAX_BARS = 1500
 USE_POINTS = 600  # of the cache's use
 SLICES = 240  # of the run, within which a session's evictions are one mark
 
