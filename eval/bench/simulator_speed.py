@@ -124,7 +124,7 @@ def main(traces: Path, rounds: int, peer_venv: Path, out: Path | None) -> None:
         if not (traces / name).exists():
             raise click.UsageError(f"{traces} has no {name}; name the folder that holds both traces")
     result = {
-        "command": "python -m eval.bench.simulator_speed TRACES",
+        "command": f"python -m eval.bench.simulator_speed TRACES --rounds {rounds}",
         "wanted": {"accesses_per_s": WANTED_PER_S, "memory_mb": WANTED_MB, "times_as_fast": WANTED_RATIO},
         "weka": in_own_process(traces / WEKA, rounds),
         "mooncake": mooncake(traces / MOONCAKE, peer_python(peer_venv), rounds),
