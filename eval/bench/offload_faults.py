@@ -295,6 +295,18 @@ def markdown(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def report(found: list[Row]) -> dict[str, object]:
+    """What is stored of the rows."""
+    deadlines = {name: getattr(TIMES, name) for name in ("lookup_deadline", "load_deadline", "store_deadline")}
+    return {
+        "command": "python -m eval.bench.offload_faults",
+        "tokens": LENGTH,
+        **deadlines,
+        "all_good": all(row.good for row in found),
+        "rows": [asdict(row) | {"good": row.good} for row in found],
+    }
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON here too.")
 def main(out: Path | None) -> None:
@@ -305,19 +317,11 @@ def main(out: Path | None) -> None:
         for row in measure(Path(folder)):
             found.append(row)
             click.echo(f"{'good' if row.good else 'BAD'}: {row}", err=True)
-    deadlines = {name: getattr(TIMES, name) for name in ("lookup_deadline", "load_deadline", "store_deadline")}
-    result = {
-        "command": "python -m eval.bench.offload_faults",
-        "tokens": LENGTH,
-        **deadlines,
-        "all_good": all(row.good for row in found),
-        "rows": [asdict(row) | {"good": row.good} for row in found],
-    }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+            if out is not None:  # after each row: a run of many minutes that is stopped leaves what it had
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(report(found), indent=1) + "\n")
     click.echo(markdown(found))
-    sys.exit(0 if result["all_good"] else 1)
+    sys.exit(0 if all(row.good for row in found) else 1)
 
 
 if __name__ == "__main__":
