@@ -85,9 +85,8 @@ def in_store(bed: Bed, *, kill: bool) -> Row:
         started = time.monotonic()
         bench.cache._submit_store(SimpleNamespace(rid="slow", extra_key=None, cache_salt=None), array("q", ids))
         with later(0.3, lambda: send(bed.daemon, signal.SIGKILL) if kill else None):
-            while bench.cache.has_pending_cache_operations():
-                bench.cache.check_hicache_events()
-                time.sleep(0.01)
+            # Not has_pending_cache_operations(): that also counts requests of earlier rows that nobody ends here.
+            wait_until(lambda: (bed.free(), not bench.cache._pending_stores)[1], 60, "the store is given up")
         waited = time.monotonic() - started
         bench.cache.evict(EvictParams(num_tokens=LENGTH))
         evicted = bed.free() == total
