@@ -169,7 +169,7 @@ class Lab:
         self.connector: Any = self.cache.lmcache_connector
 
     def take(self, tokens: int) -> torch.Tensor:
-        slots = self.allocator.alloc(tokens)
+        slots: torch.Tensor | None = self.allocator.alloc(tokens)
         assert slots is not None, "the lab's pool is full"
         return slots
 
