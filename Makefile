@@ -43,7 +43,9 @@ bench: $(READY)  ## every number that README and docs state
 	$(BIN)/python -m eval.bench.offload_restore --rounds 3
 	$(BIN)/python -m eval.bench.eagle3_hits
 	$(BIN)/python -m eval.bench.report_scale --requests 50000
-	$(BIN)/python -m eval.bench.policy_cost --leaves 10000 --rounds 1
+	$(BIN)/python -m eval.bench.policy_cost --rounds 3
+	$(BIN)/python -m eval.bench.diagnose_scale
+	$(BIN)/python -m eval.bench.planted_causes
 	$(BIN)/python -m eval.bench.simulator_speed $(TRACES)
 	$(BIN)/python -m eval.bench.policy_table $(TRACES)/weka-claude-code.tar.xz --sessions 28 --think-cap 60 --orders 3
 	$(BIN)/python -m eval.bench.prediction $(TRACES)/weka-claude-code.tar.xz --tokens-per-block 2 --out runs/prediction
