@@ -44,7 +44,10 @@ def test_stored_results_are_good_and_what_the_code_writes() -> None:
     document = json.loads(file.read_text())
     rows = [{k: v for k, v in row.items() if k not in ("off_by", "good")} for row in document["runs"]]
     results = [Result(**row) for row in rows]
-    assert len(results) == len({result.plant for result in results}) > 0
+    assert {result.plant for result in results} >= {
+        "small cache", "page 256", "parallel subagents", "gate", "offload refused", "think block dropped",
+        "argument order changed", "nonce in the system prompt",
+    }  # fmt: skip
     assert all(result.good for result in results)
     assert as_json(results)["runs"] == document["runs"]
     assert as_markdown(document) == file.with_suffix(".md").read_text()
