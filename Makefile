@@ -44,6 +44,8 @@ bench: $(READY)  ## every number that README and docs state
 	$(BIN)/python -m eval.bench.eagle3_hits
 	$(BIN)/python -m eval.bench.report_scale --requests 50000
 	$(BIN)/python -m eval.bench.policy_cost --rounds 3
+	$(BIN)/python -m eval.bench.stats_speed $(TRACES)
+	$(BIN)/python -m eval.bench.fuzz_readers
 	$(BIN)/python -m eval.bench.diagnose_scale
 	$(BIN)/python -m eval.bench.planted_causes
 	$(BIN)/python -m eval.bench.simulator_speed $(TRACES)
