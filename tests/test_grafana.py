@@ -57,6 +57,9 @@ def live(server: TinyServer) -> dict[str, set[str]]:
     prompt = [(17 * i) % 300 + 3 for i in range(400)]
     for _ in range(2):
         server.generate(prompt, 4)
+    # Times between tokens are there once an answer has come in pieces.
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 16, "ignore_eos": True}, "stream": True}
+    assert httpx.post(server.url + "/generate", json=body, timeout=120).text.count("data: {") > 1
     text = httpx.get(server.url + "/metrics", follow_redirects=True, timeout=60).text
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
