@@ -38,7 +38,7 @@ def test_pops_what_a_scan_of_all_items_finds(spec: str, seed: int) -> None:
             stamp += 1
             item = rng.randrange(200)
             items[item] = (rng.randrange(policy.groups), now - rng.choice([0.0, 0.0, 7.0]), stamp)
-            order.put(item, *items[item], now)
+            order.put(item, *items[item])
         elif action < 0.65:
             item = rng.randrange(200)
             items.pop(item, None)
@@ -53,7 +53,7 @@ def test_pops_what_a_scan_of_all_items_finds(spec: str, seed: int) -> None:
                 if rng.random() < 0.3:  # a parent becomes a leaf in the middle of a walk
                     stamp += 1
                     items[1000 + popped] = (rng.randrange(policy.groups), now - 50 * rng.random(), stamp)
-                    order.put(1000 + popped, *items[1000 + popped], now)
+                    order.put(1000 + popped, *items[1000 + popped])
     assert len(order) == len(items)
     assert popped > 500
 
@@ -61,7 +61,7 @@ def test_pops_what_a_scan_of_all_items_finds(spec: str, seed: int) -> None:
 def test_items_used_again_and_again_do_not_pile_up() -> None:
     order: VictimOrder[int] = VictimOrder(eviction_policy("lru"), GapTable())
     for stamp in range(100_000):
-        order.put(stamp % 10, 0, float(stamp), stamp, float(stamp))
+        order.put(stamp % 10, 0, float(stamp), stamp)
     assert sum(len(heap) for heap in order._heaps.values()) < 2000
     assert [order.pop() for _ in range(11)] == [*range(10), None]
     assert order.rebuilds > 10
@@ -69,6 +69,6 @@ def test_items_used_again_and_again_do_not_pile_up() -> None:
 
 def test_ties_of_rank_and_key_go_by_stamp() -> None:
     order: VictimOrder[str] = VictimOrder(eviction_policy("lru"), GapTable())
-    order.put("later", 0, 1.0, 2.0, 5.0)
-    order.put("earlier", 0, 1.0, 1.0, 5.0)
+    order.put("later", 0, 1.0, 2.0)
+    order.put("earlier", 0, 1.0, 1.0)
     assert [order.pop(), order.pop(), order.pop()] == ["earlier", "later", None]

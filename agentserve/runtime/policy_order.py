@@ -104,11 +104,11 @@ class VictimOrder(Generic[Item]):
     def __len__(self) -> int:
         return len(self._number)
 
-    def put(self, item: Item, group: int, key: float, stamp: float, now: float) -> None:
+    def put(self, item: Item, group: int, key: float, stamp: float) -> None:
         """Add an item, or move it to where it belongs now."""
-        self.put_all([(item, group, key, stamp)], now)
+        self.put_all([(item, group, key, stamp)])
 
-    def put_all(self, scored: Iterable[tuple[Item, int, float, float]], now: float) -> None:
+    def put_all(self, scored: Iterable[tuple[Item, int, float, float]]) -> None:
         """Add items, given as (item, group, key, stamp), or move them to where they belong now. Many at once cost
         less than one by one."""
         fresh: dict[int, list[Entry[Item]]] = {}
@@ -125,7 +125,7 @@ class VictimOrder(Generic[Item]):
             if group < self._first_learned:
                 self._add_to_heap(group, entries)
             else:
-                self._add_to_line(group, entries, now)
+                self._add_to_line(group, entries)
         if number > self._rebuild_at:
             self._rebuild()
 
@@ -142,7 +142,7 @@ class VictimOrder(Generic[Item]):
             for entry in entries:
                 heapq.heappush(heap, entry)
 
-    def _add_to_line(self, group: int, entries: list[Entry[Item]], now: float) -> None:
+    def _add_to_line(self, group: int, entries: list[Entry[Item]]) -> None:
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = []
@@ -153,7 +153,8 @@ class VictimOrder(Generic[Item]):
             line.sort()
             return
         for entry in entries:
-            if self._queue is not None and not self._make_way(group, entry, age_bin(now - entry[0])):
+            # The age as this walk sees it, whatever the clock says now: an age is a place in the list.
+            if self._queue is not None and not self._make_way(group, entry, age_bin(self._now - entry[0])):
                 self._end_walk()
             if not line or entry > line[-1]:
                 line.append(entry)

@@ -199,7 +199,7 @@ class PolicyTreeCore(UnifiedTreeCore):
             if node in leaves:
                 group, key = self.score(node, size or len(node.key))
                 scored.append((node, group, key, node.last_access_time))
-        self.order.put_all(scored, self.now)
+        self.order.put_all(scored)
 
     def alive(self, node: PolicyNode | None) -> PolicyNode | None:
         """The node, or its nearest ancestor that is still in the tree."""
