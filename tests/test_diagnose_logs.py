@@ -266,6 +266,31 @@ def codex_session() -> list[dict[str, Any]]:
     ]
 
 
+def test_results_of_parallel_calls_are_all_in_the_next_prompt(tmp_path: Path) -> None:
+    """Each result hangs to its own call, so the path to the next answer holds only one of them."""
+
+    def call(name: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_use", "id": name, "name": "read", "input": {"path": name}}]
+
+    def result(name: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_result", "tool_use_id": name, "content": f"text of {name}"}]
+
+    events = [
+        claude("1", None, "user", "read both"),
+        claude("2", "1", "assistant", call("a"), 5, message=reply("1", 100, 0)),
+        claude("3", "2", "assistant", call("b"), 5, message=reply("1", 100, 0)),
+        claude("4", "2", "user", result("a"), 6),
+        claude("5", "3", "user", result("b"), 7),
+        claude("6", "5", "assistant", [{"type": "text", "text": "read"}], 9, message=reply("2", 40, 100)),
+    ]
+    log = write(tmp_path / "s.jsonl", events)
+    *_, last = read_log(log, pytest.fail)
+    assert [message.content for message in last.request.messages if message.role == "tool"] == [
+        "text of a",
+        "text of b",
+    ]
+
+
 def test_codex_sessions(tmp_path: Path) -> None:
     log = write(tmp_path / "rollout.jsonl", codex_session())
     found = run(log)

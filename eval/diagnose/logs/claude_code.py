@@ -54,6 +54,7 @@ class _Session:
     def __init__(self, skip: Skip) -> None:
         self._skip = skip
         self._events: dict[str, _Event] = {}
+        self._results: dict[str, list[str]] = {}  # by answer: events with results of its tool calls
         self._open: tuple[str, dict[str, Any], list[dict[str, Any]]] | None = None
 
     def add(self, where: str, value: dict[str, Any]) -> Call | None:
@@ -75,6 +76,9 @@ class _Session:
                 else chat_messages([{**message, "role": "user"}])
             )
             self._events[uuid] = _Event(parent, made, None, value.get("isCompactSummary") is True)
+            called = self._called(self._events[uuid])
+            if called is not None:
+                self._results.setdefault(called, []).append(uuid)
             return None
         answer = field(message, "id", str) or uuid
         blocks = field(message, "content", list) or []
@@ -135,7 +139,7 @@ class _Session:
         made: list[Message] = []
         before: str | None = None
         for event in reversed(events):
-            for message in event.messages:
+            for message in self._sent_with(event, seen):
                 if event.answer is not None and event.answer == before and made[-1].role == "assistant":
                     made[-1] = _joined(made[-1], message)
                 else:
@@ -143,6 +147,23 @@ class _Session:
             if event.messages:
                 before = event.answer
         return tuple(made), any(event.summary for event in events), root
+
+    def _called(self, event: _Event) -> str | None:
+        """The answer whose tool calls an event has results of."""
+        asked = self._events.get(event.parent or "")
+        if asked is None or not any(message.role == "tool" for message in event.messages):
+            return None
+        return asked.answer
+
+    def _sent_with(self, event: _Event, seen: set[str]) -> list[Message]:
+        """Messages of an event, and results of parallel calls: sent in one request, but each hangs to its own call,
+        so that only one of them is on the path."""
+        answer = self._called(event)
+        if answer is None:
+            return list(event.messages)
+        together = [uuid for uuid in self._results[answer] if uuid not in seen or self._events[uuid] is event]
+        seen.update(together)
+        return [message for uuid in together for message in self._events[uuid].messages]
 
 
 def _joined(one: Message, other: Message) -> Message:
