@@ -108,9 +108,11 @@ class MetricsLog:
         self._known: dict[str, float] = {}
 
     async def run(self) -> None:
-        """One sample at once, then one every ``every_s`` seconds: cancel it, then call ``sample`` for the last one."""
-        while await self.sample():
+        """One sample every ``every_s`` seconds: call ``sample`` before it for the first one, and after cancelling it."""
+        more = True
+        while more:
             await asyncio.sleep(self._every)
+            more = await self.sample()
 
     async def sample(self) -> bool:
         """Take a sample now; False where the server tells no counters."""
@@ -138,11 +140,15 @@ class MetricsLog:
 async def sampled(
     file: Path, metrics: Callable[[], Awaitable[str]], clock: Callable[[], float], every_s: float
 ) -> AsyncIterator[None]:
-    """Take samples meanwhile, and one more at the end; none where ``every_s`` is 0. Arguments as in ``MetricsLog``."""
-    if not every_s:
+    """Take samples before, meanwhile and at the end; none where ``every_s`` is 0. Arguments as in ``MetricsLog``.
+
+    The first one is over before anything else is sent: beside it, the first requests would need new connections at
+    the same moment, and might reach the server in another order than they were sent in.
+    """
+    log = MetricsLog(file, metrics, clock, every_s)
+    if not every_s or not await log.sample():
         yield
         return
-    log = MetricsLog(file, metrics, clock, every_s)
     sampling = asyncio.create_task(log.run())
     try:
         yield
