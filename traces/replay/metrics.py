@@ -108,7 +108,7 @@ class MetricsLog:
         self._known: dict[str, float] = {}
 
     async def run(self) -> None:
-        """One sample every ``every_s`` seconds: call ``sample`` before it for the first one, and after cancelling it."""
+        """One sample every ``every_s`` seconds; the first and the last one are the caller's, by ``sample``."""
         more = True
         while more:
             await asyncio.sleep(self._every)
