@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ import pytest
 
 from agentserve.launch.daemon import Daemon, daemon_plan
 from agentserve.launch.host import free_port
+from eval.bench.offload_rig import Redis
 from offload.daemon import DaemonSpec, RedisClient
 from offload.settings import OffloadSettings
 from tests.offload_lab import CHUNK, Lab, fill, lab, rows, same, slack, tokens_of, wait_until
@@ -30,62 +29,6 @@ pytestmark = [
 ]
 
 TIMES = OffloadSettings(lookup_deadline=3.0, load_deadline=3.0, store_deadline=5.0, ping_interval=0.5)
-
-
-class Redis:
-    """A Redis on a free port, spoken to in its own protocol."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(
-            ["redis-server", *options], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        wait_until(self.answers, 60)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-
-    def answers(self) -> bool:
-        try:
-            return self.ask("PING") == b"+PONG"
-        except OSError:
-            return False
-
-    def ask(self, *words: str) -> bytes:
-        """One command; the first line of the reply, or the value of a bulk string."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
-            parts = [f"*{len(words)}\r\n", *(f"${len(word)}\r\n{word}\r\n" for word in words)]
-            connection.sendall("".join(parts).encode())
-            with connection.makefile("rb") as reply:
-                line = reply.readline().rstrip()
-                return reply.read(int(line[1:])) if line[:1] == b"$" else line
-
-    def keys(self) -> int:
-        return int(self.ask("DBSIZE")[1:])
-
-    def cut_values(self) -> None:
-        """Make every value half as long."""
-        script = (
-            "for _, key in ipairs(redis.call('KEYS', '*')) do local value = redis.call('GET', key) "
-            "redis.call('SET', key, string.sub(value, 1, #value / 2)) end return 1"
-        )
-        assert self.ask("EVAL", script, "0") == b":1"
-
-    def damage_values(self) -> None:
-        """Change two bytes in the middle of every value."""
-        script = (
-            "for _, key in ipairs(redis.call('KEYS', '*')) do "
-            "local middle = math.floor(redis.call('STRLEN', key) / 2) "
-            "redis.call('SETRANGE', key, middle, 'xy') end return 1"
-        )
-        assert self.ask("EVAL", script, "0") == b":1"
 
 
 @pytest.fixture(scope="module", name="redis")

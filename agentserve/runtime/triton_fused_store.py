@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEAD_DIM, ROPE_DIM = 128, 64  # what SGLang's own kernel is specialised for
+HEAD_DIM = 128  # with 64 of them rotated: what SGLang's own kernel is specialised for
 _ROWS, _WARPS = 4, 4  # a warp for each head of a token: one element of each quarter a lane
 
 

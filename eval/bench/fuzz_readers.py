@@ -31,7 +31,7 @@ import click
 
 from agentserve.checkpoint.tokenizer import write_tokenizer
 from eval.bench.mutations import mutate_bytes, mutate_values, mutated, parquet_of
-from eval.bench.trace_samples import Sample, samples, weka_session
+from eval.bench.trace_samples import Sample, archive_of, samples, weka_session
 from traces import ReadStats, TraceError, open_trace
 from traces.check import problems
 from traces.text import ChatTokenizer, load_tokenizer
@@ -85,13 +85,7 @@ def _rearchived(raw: bytes, rng: Random) -> bytes:
         members = {m.name: file.read() for m in archive if (file := archive.extractfile(m)) is not None}
     name = rng.choice(sorted(members))
     members[name] = mutated(members[name], rng)
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:xz") as archive:
-        for inner, text in members.items():
-            member = tarfile.TarInfo(inner)
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text))
-    return out.getvalue()
+    return archive_of(members)
 
 
 def read(path: Path, sample: Sample, number: int, tokenizer: ChatTokenizer) -> str:

@@ -22,13 +22,11 @@ from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.launch.host import free_port
 from agentserve.launch.tiny import tiny_server
 from eval.bench.offload_restore import counted
-from eval.bench.prediction_live import expected_contexts
+from eval.bench.prediction_live import contexts_of
 from radix_cache.rates import hit_tokens
-from traces import open_trace
 from traces.replay.config import ReplayConfig
 from traces.replay.record import RequestRecord
 from traces.replay.run import replay
-from traces.replay.select import Limits, select
 from traces.replay.store import read_run
 
 TRACE = "generated:preset=tiny,sessions=10,seed=5,block_size=64"
@@ -43,19 +41,6 @@ def offload_overrides(memory_gb: float = 2.0) -> dict[str, Any]:
         "offload.http_port": free_port(),
         "offload.memory_gb": memory_gb,
     }
-
-
-def contexts_of(config: ReplayConfig) -> float:
-    """Mean sum of the live contexts that a replay will have, in tokens, before it is run."""
-    limits = Limits(
-        sessions=config.sessions,
-        max_turns=config.max_turns,
-        max_output=config.max_output,
-        tokens_per_block=config.tokens_per_block,
-        max_context=config.max_context,
-    )
-    sessions = select(open_trace(config.trace), limits).sessions
-    return expected_contexts(sessions, config.concurrency, config.thinking, service_s=0.5)
 
 
 def answers_of(records: Sequence[RequestRecord]) -> dict[tuple[str, str, int], str | None]:

@@ -82,22 +82,24 @@ class Redis:
 
     def value_bytes(self) -> int:
         """Bytes of all values together."""
-        return int(self.ask("EVAL", _each("sum = sum + redis.call('STRLEN', key)"), "0")[1:])
+        return self._each("sum = sum + redis.call('STRLEN', key)")
 
     def cut_values(self) -> None:
         """Make every value half as long."""
-        self.ask(
-            "EVAL", _each("local v = redis.call('GET', key) redis.call('SET', key, string.sub(v, 1, #v / 2))"), "0"
-        )
+        self._each("local v = redis.call('GET', key) redis.call('SET', key, string.sub(v, 1, #v / 2))")
 
     def damage_values(self) -> None:
         """Change two bytes in the middle of every value."""
         middle = "math.floor(redis.call('STRLEN', key) / 2)"
-        self.ask("EVAL", _each(f"redis.call('SETRANGE', key, {middle}, 'xy')"), "0")
+        self._each(f"redis.call('SETRANGE', key, {middle}, 'xy')")
 
-
-def _each(statement: str) -> str:
-    return f"local sum = 0 for _, key in ipairs(redis.call('KEYS', '*')) do {statement} end return sum"
+    def _each(self, statement: str) -> int:
+        """Run a Lua statement for every ``key``; returns its ``sum``. Raises RuntimeError where Redis refuses it."""
+        script = f"local sum = 0 for _, key in ipairs(redis.call('KEYS', '*')) do {statement} end return sum"
+        reply = self.ask("EVAL", script, "0")
+        if reply[:1] != b":":
+            raise RuntimeError(f"redis: {reply.decode(errors='replace')}")
+        return int(reply[1:])
 
 
 @contextmanager

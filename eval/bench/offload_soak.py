@@ -29,9 +29,10 @@ from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.launch.daemon import Daemon
 from agentserve.launch.process import ServerProcess
 from agentserve.launch.tiny import tiny_server
-from eval.bench.offload_gain import PAGE, answers_of, contexts_of
+from eval.bench.offload_gain import PAGE, answers_of
 from eval.bench.offload_restore import counted, flush
 from eval.bench.offload_rig import Redis, crawl, daemon, descriptors, frozen, locks, port_of, segments, send, wait_until
+from eval.bench.prediction_live import contexts_of
 from traces.replay.config import ReplayConfig
 from traces.replay.record import RequestRecord
 from traces.replay.run import replay

@@ -23,11 +23,9 @@ import click
 from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.runtime.policy_journal import JournalEvent
 from eval.bench.prediction_compare import Prediction, compare
-from eval.bench.prediction_live import LiveRun, Policy, expected_contexts, live_run, measured_contexts
+from eval.bench.prediction_live import LiveRun, Policy, contexts_of, live_run, measured_contexts
 from eval.bench.prediction_workload import Played, played_run
-from traces import open_trace
 from traces.replay.config import ReplayConfig
-from traces.replay.select import Limits, select
 
 PREDICT = ("lru", "ttl:6", "gittins")
 IN_FLIGHT = (1, 4)
@@ -61,7 +59,7 @@ def main(
 ) -> None:
     """Run the servers one after the other and print what came of each."""
     config = ReplayConfig(trace=trace, out=out, **settings)
-    capacity = int(ratio * _contexts(config)) // 128 * 128
+    capacity = int(ratio * contexts_of(config)) // 128 * 128
     checkpoint = out / "checkpoint"
     if not checkpoint.exists():
         write_tiny_checkpoint(checkpoint)
@@ -85,18 +83,6 @@ def _write(result: dict[str, Any], path: Path | None) -> None:
     """After each server: a run of many minutes that is stopped leaves what it had."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _contexts(config: ReplayConfig) -> float:
-    limits = Limits(
-        sessions=config.sessions,
-        max_turns=config.max_turns,
-        max_output=config.max_output,
-        tokens_per_block=config.tokens_per_block,
-        max_context=config.max_context,
-    )
-    sessions = select(open_trace(config.trace), limits).sessions
-    return expected_contexts(sessions, config.concurrency, config.thinking, service_s=0.5)
 
 
 def _run(name: str, config: ReplayConfig, kind: str, more: dict[str, Any], capacity: int, checkpoint: Path) -> LiveRun:

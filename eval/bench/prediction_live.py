@@ -14,12 +14,14 @@ import httpx
 from agentserve.launch.tiny import tiny_server
 from agentserve.runtime.policy_journal import JOURNAL_VARIABLE, JournalEvent, read_journal
 from radix_cache.rates import hit_tokens
+from traces import open_trace
 from traces.model import Session
 from traces.replay.config import ReplayConfig
 from traces.replay.rebuild import Sent, sent_requests
 from traces.replay.record import RequestRecord
 from traces.replay.run import replay, replayed_sessions
 from traces.replay.schedule import Think, recorded_think_s
+from traces.replay.select import Limits, select
 from traces.replay.store import Run, read_run
 
 SGLANG = "sglang"  # SGLang's own lru, nothing of ours
@@ -148,6 +150,19 @@ def load(policy: Policy, out: Path) -> LiveRun:
 def _total(metrics: str, name: str) -> int:
     found = re.findall(rf"^sglang:{name}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
     return int(sum(float(value) for value in found))
+
+
+def contexts_of(config: ReplayConfig) -> float:
+    """Mean sum of the live contexts that a replay will have, in tokens, before it is run."""
+    limits = Limits(
+        sessions=config.sessions,
+        max_turns=config.max_turns,
+        max_output=config.max_output,
+        tokens_per_block=config.tokens_per_block,
+        max_context=config.max_context,
+    )
+    sessions = select(open_trace(config.trace), limits).sessions
+    return expected_contexts(sessions, config.concurrency, config.thinking, service_s=0.5)
 
 
 def expected_contexts(sessions: Iterable[Session], concurrency: int, think: Think, service_s: float) -> float:

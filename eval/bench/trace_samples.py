@@ -73,7 +73,8 @@ def _lines(records: list[Record]) -> bytes:
     return b"".join(orjson.dumps(record) + b"\n" for record in records)
 
 
-def _archive(members: dict[str, bytes]) -> bytes:
+def archive_of(members: dict[str, bytes]) -> bytes:
+    """A ``.tar.xz`` of these members."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:xz") as archive:
         for name, raw in members.items():
@@ -232,7 +233,7 @@ def samples() -> list[Sample]:
     raw = [orjson.dumps(session) for session in weka]
     return [
         Sample("weka", "session.json", raw[0], 1, 5),
-        Sample("weka", "sessions.tar.xz", _archive({f"t/{n}.json": part for n, part in enumerate(raw)}), 2, 10),
+        Sample("weka", "sessions.tar.xz", archive_of({f"t/{n}.json": part for n, part in enumerate(raw)}), 2, 10),
         Sample("weka-rows", "rows.jsonl", _lines(weka), 2, 10),
         Sample("weka-rows", "rows.parquet", _parquet(weka), 2, 10),
         Sample("mooncake", "mooncake.jsonl", _lines(MOONCAKE), 2, 2),
