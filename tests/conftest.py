@@ -24,6 +24,18 @@ PREFILL_CHUNK = 1024
 KV_TOKENS = 262_144
 
 
+@pytest.fixture(autouse=True)
+def _settings_of_one_test_are_not_the_next_ones() -> Iterator[None]:
+    """Settings reach SGLang's processes by environment: what a test leaves there switches on hooks in the others."""
+    before = _own_variables()
+    yield
+    assert _own_variables() == before, "a test left agentserve's variables in the environment"
+
+
+def _own_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AGENTSERVE_")}
+
+
 def traces_folder() -> Path | None:
     """Real traces: $AGENTSERVE_TRACES, else ../shared/traces beside the checkout; None where there are none."""
     named = os.environ.get("AGENTSERVE_TRACES")

@@ -127,6 +127,7 @@ class Lab:
         tp_size: int = 1,
         draft: Path | None = None,
     ) -> None:
+        self._environment_before = dict(os.environ)
         os.environ.update(settings.environment())
         os.environ.pop(speculation.MODE_VARIABLE, None)
         if draft is not None:
@@ -206,8 +207,10 @@ class Lab:
         return slots
 
     def close(self) -> None:
-        os.environ.pop(speculation.MODE_VARIABLE, None)
         self.cache.shutdown()
+        # Other tests of this process must not find an offload switched on.
+        os.environ.clear()
+        os.environ.update(self._environment_before)
 
 
 def handle(name: str) -> CacheRequestHandle:
