@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from agentserve.audit.counters import SELECTIONS_REUSED
 from agentserve.cli.compare import command
 from agentserve.cli.report_facts import EVICTED as POLICY_EVICTED
-from eval.compare import CompareError, compare
+from eval.compare import CompareError, compare, render_comparison, render_comparison_markdown
 from eval.compare.doubts import EVICTED, REUSED, index_reuse, policy
 from eval.compare.paired import FEWEST_SESSIONS, differences, draws, weighted_percentile
+from eval.compare.text import paired_as, verdicts
 from eval.report.load import Run
 from tests.test_report_output import write_run
 from tests.test_report_summary import FINISHED, header, record
@@ -174,6 +177,37 @@ def test_nothing_to_pair() -> None:
         compare([run([record("a", 0, 50)]), run([record("b", 0, 50)])], ["a", "b"])
 
 
+def test_markdown_says_what_the_terminal_says_and_quotes_foreign_text() -> None:
+    runs = [run(records(500, 1.0)), run(records(800, 0.5), concurrency=9)]
+    result = compare(runs, ["a|b", "new *run*"])
+    text = render_comparison_markdown(result)
+    assert "- **new \\*run\\* against a\\|b: hit rate +30.00 points, mean TTFT -500 ms, the same answers.**" in text
+    assert "> **Differs:** concurrency (" in text
+    out = io.StringIO()
+    render_comparison(result, Console(file=out, width=400))
+    shown = out.getvalue()
+    rows = re.findall(r"^\| (.*) \|$", text, flags=re.MULTILINE)
+    cells = {
+        cell.strip("*").replace("\\", "") for line in rows for cell in line.split(" | ") if not cell.startswith(":")
+    }
+    assert len(cells) > 30
+    assert [cell for cell in cells if cell not in shown and "--:" not in cell] == []
+    columns = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")]
+    assert set(columns) == {4, 6}  # no name adds a column
+
+
+def test_a_verdict_says_how_sure_it_is() -> None:
+    (chance,) = verdicts(compare([run(records(500, 1.0)), run(records(500, 1.0, seed=1))], ["a", "b"]))
+    assert "points" in chance
+    assert "within chance" in chance
+    (few,) = verdicts(compare([run(records(500, 1.0, 2)), run(records(800, 1.0, 2))], ["a", "b"]))
+    assert "too few sessions" in few
+    silent = [r.model_copy(update={"output_sha256": None}) for r in records(500, 1.0)]
+    result = compare([run(silent), run(silent)], ["a", "b"])
+    assert "answers" not in verdicts(result)[0]
+    assert "not compared" in paired_as(result.pairings[0])
+
+
 def test_command(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", header(), records(500, 1.0), FINISHED)
     other = write_run(tmp_path / "b", header(), records(800, 0.5), FINISHED)
@@ -185,6 +219,15 @@ def test_command(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["schema_version"] == 1
     assert json.loads(CliRunner().invoke(command, [str(first), str(other), "--json", "-"]).stdout) == written
+    file = tmp_path / "c.md"
+    assert CliRunner().invoke(command, [str(first), str(other), "--md", str(file)]).exit_code == 0
+    assert CliRunner().invoke(command, [str(first), str(other), "--md", "-"]).stdout == file.read_text()
+    both = CliRunner().invoke(command, [str(first), str(other), "--md", "-", "--json", "-"])
+    assert both.exit_code == 2
+    assert "give one of them a file" in both.output
+    nowhere = CliRunner().invoke(command, [str(first), str(other), "--md", str(tmp_path / "no" / "c.md")])
+    assert nowhere.exit_code == 1
+    assert "--md" in nowhere.output
     foreign = write_run(tmp_path / "z", header(trace_sha256="ef" * 32), records(800, 0.5), FINISHED)
     refused = CliRunner().invoke(command, [str(first), str(foreign)])
     assert refused.exit_code == 1
