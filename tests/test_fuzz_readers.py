@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from eval.bench.fuzz_readers import MAX_GROWTH_MB, HungError, fuzz, mutant, passed, peak_mb, tiny_tokenizer
 from eval.bench.trace_samples import samples
+from tests.conftest import REPOSITORY
 from traces import TraceError, open_trace
 from traces.readers import files
 from traces.text import ChatTokenizer
@@ -76,3 +78,11 @@ def test_documents_are_bounded(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     path.write_bytes(gzip.compress(sample.raw.rstrip() + b" " * (2 << 20)))
     with pytest.raises(TraceError, match="more than 1 MiB in one document"):
         list(open_trace(str(path), format=sample.format))
+
+
+def test_the_stored_result_is_of_every_reader() -> None:
+    """``docs/results/fuzz-readers.json``: a format without a line in it was never fuzzed at length."""
+    stored = json.loads((REPOSITORY / "docs" / "results" / "fuzz-readers.json").read_text())
+    assert set(stored["results"]) == {f"{sample.format} ({sample.name})" for sample in samples()}
+    assert stored["passed"]
+    assert {result["inputs"] for result in stored["results"].values()} == {10_000}
