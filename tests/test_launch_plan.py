@@ -54,6 +54,7 @@ def test_cpu_plan() -> None:
     assert "--mem-fraction-static" not in made.argv
     assert "--kv-events-config" not in made.argv
     assert made.env == {
+        "AGENTSERVE_SERVER_FACTS": "1",
         "SGLANG_PLATFORM": "agentserve_cpu",
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
@@ -83,7 +84,7 @@ def test_switches() -> None:
 def test_gpu_plan_leaves_the_platform_to_sglang() -> None:
     made = plan(device="cuda", tp=8, kv={"memory_fraction": 0.75}, extra_args=["--trust-remote-code"])
     assert "--sleep-on-idle" not in made.argv
-    assert made.env == {}
+    assert made.env == {"AGENTSERVE_SERVER_FACTS": "1"}
     assert {"SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM", "AGENTSERVE_EVICTION"} <= set(made.unset)
     assert option(made, "--mem-fraction-static") == "0.75"
     assert option(made, "--device") == "cuda"

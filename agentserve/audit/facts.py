@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from agentserve.runtime.server_facts import ARCHITECTURE, MSA_INSTALLED, Device
 from agentserve.shapes.linears import local_heads
 from agentserve.shapes.model import M3Sizes
 
-Device = Literal["cpu", "cuda", "rocm"]
-
-NOT_REPORTED = "an environment variable, which no server reports; pass --recipe"
+NOT_REPORTED = "an environment variable, which this server does not tell: launch it with agentserve, or pass --recipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class Facts:
     """One server.
 
     Attributes:
-        info: SGLang's ``/server_info``: its arguments as resolved.
+        info: SGLang's ``/server_info``: its arguments as resolved, and what ``server_facts`` added.
         config: the checkpoint's parsed ``config.json``; None where it is not known.
         sizes: the same, as far as shapes depend on it.
         environment: variables the server was started with; None where that is not known.
@@ -35,6 +34,17 @@ class Facts:
     def arg(self, name: str, default: Any = None) -> Any:
         value = self.info.get(name)
         return default if value is None else value
+
+    @property
+    def architecture(self) -> str | None:
+        """``cpu``, or the GPU's: ``sm_90``, ``gfx950``; None where the server does not tell."""
+        architecture: str | None = self.info.get(ARCHITECTURE)
+        return architecture
+
+    @property
+    def msa_installed(self) -> bool | None:
+        installed: bool | None = self.info.get(MSA_INSTALLED)
+        return installed
 
     @property
     def tp(self) -> int:
@@ -74,8 +84,3 @@ class Facts:
     def variable(self, name: str) -> str | None:
         """A variable's text; empty where it is not set, None where the environment is not known."""
         return None if self.environment is None else self.environment.get(name, "")
-
-
-def device_of(info: Mapping[str, Any], known: Device | None) -> Device | None:
-    """What is known of the device: the caller's word, or that it is a CPU."""
-    return known if known is not None else "cpu" if info.get("device") == "cpu" else None

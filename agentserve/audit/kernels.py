@@ -10,6 +10,7 @@ from agentserve.shapes.quick_reduce import CODECS, min_message_bytes
 
 _MSA_BLOCK = 128
 _MSA_TOPK = (4, 8, 16, 32)
+_MSA_ARCHITECTURES = ("sm_100", "sm_103")
 _CODEC_VARIABLE = "ROCM_QUICK_REDUCE_QUANTIZATION"
 _CAST_VARIABLE = "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16"
 _CUSTOM_VARIABLE = "SGLANG_M3_ALLOW_CUSTOM_AR"
@@ -43,7 +44,14 @@ def _can_run_msa(facts: Facts) -> tuple[bool | None, str]:
         return False, f"chosen blocks must be one of {_MSA_TOPK}, are {topk}: Triton runs instead"
     if kv_dtype == "fp8_e5m2" or (kv_dtype == "fp8_e4m3" and backend != "trtllm_mha"):
         return False, f"FP8 K/V only as e4m3 with trtllm_mha, is {kv_dtype} with {backend}: Triton runs instead"
-    return None, "an SM100 GPU (B200, B300) with fmha_sm100 installed, which the server does not report"
+    if facts.architecture is None:
+        return None, "an SM100 GPU (B200, B300) with fmha_sm100 installed, which this server does not tell"
+    found = f"this is {facts.architecture}, {'' if facts.msa_installed else 'not '}installed"
+    able = facts.architecture in _MSA_ARCHITECTURES and bool(facts.msa_installed)
+    return (
+        able,
+        f"an SM100 GPU (B200, B300) with fmha_sm100 installed: {found}{'' if able else ': Triton runs instead'}",
+    )
 
 
 def decode_graph(facts: Facts, metrics: Metrics) -> AuditRow:
@@ -92,6 +100,8 @@ def aiter_sparse_attention(facts: Facts, metrics: Metrics) -> AuditRow:
     eligible: bool | None
     if facts.device in ("cpu", "cuda"):
         eligible, condition = False, f"gfx95, this is {facts.device}"
+    elif facts.architecture is not None and not facts.architecture.startswith("gfx95"):
+        eligible, condition = False, f"gfx95, this is {facts.architecture}"
     elif facts.kv_heads is None:
         eligible = None
     elif facts.kv_heads != 1:
@@ -133,8 +143,10 @@ def _can_quantize(facts: Facts, codec: str | None) -> tuple[bool | None, str]:
         return False, "one rank reduces nothing"
     if facts.device in ("cpu", "cuda"):
         return False, f"ROCm only, this is {facts.device}"
-    if not codec or codec not in CODECS:
+    if codec is None:
         return None, "the message must reach the codec's smallest size; no codec known"
+    if codec not in CODECS:
+        return False, f"a codec of {', '.join(CODECS)}; {_CODEC_VARIABLE} is {codec or 'not set'}"
     floor = min_message_bytes(codec, facts.tp, cast_to_fp16=facts.switch(_CAST_VARIABLE, True) is not False)
     if floor is None:
         return False, f"QuickReduce knows 2, 4 and 8 ranks, tp is {facts.tp}"

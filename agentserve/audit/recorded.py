@@ -7,9 +7,8 @@ from typing import Any
 
 from agentserve.audit.counters import Metrics
 from agentserve.audit.rows import audit_rows
-from agentserve.launch.facts import CheckpointError, read_facts, resolve_model
+from agentserve.launch.facts import known_config
 from agentserve.shapes.model import ShapeError
-from agentserve.shapes.published import HUB_PREFIX, M3_CONFIG
 from eval.report.schema import AuditLine
 from offload.state import StateError
 
@@ -28,15 +27,7 @@ def audit_of_run(args: Mapping[str, Any], metrics: tuple[str, str] | None) -> li
         return []
     try:
         start, end = (Metrics.from_text(text) for text in metrics)
-        rows = audit_rows(args, end.since(start), config=config_of(str(args.get("model_path", ""))))
+        rows = audit_rows(args, end.since(start), config=known_config(str(args.get("model_path", ""))))
     except (ValueError, ShapeError, StateError):
         return []
     return [AuditLine.model_validate(row.as_dict()) for row in rows]
-
-
-def config_of(model: str) -> Mapping[str, Any] | None:
-    """The config of a model that is on this machine, or M3's published geometry; None where neither."""
-    try:
-        return read_facts(resolve_model(model)).config
-    except CheckpointError:
-        return M3_CONFIG if model.startswith(HUB_PREFIX) else None

@@ -10,6 +10,12 @@ from agentserve.audit.row import AuditRow
 def eagle3(facts: Facts, metrics: Metrics) -> AuditRow:
     """Drafts verified by the model. Steps prove that it runs, accepted drafts that it is worth something."""
     algorithm, topk = facts.arg("speculative_algorithm"), facts.arg("speculative_eagle_topk")
+    eligible: bool | None
+    if algorithm is None:
+        eligible, condition = False, "no draft model is loaded"
+    else:
+        eligible = None if topk is None else topk == 1
+        condition = f"M3's sparse attention verifies a linear chain: speculative_eagle_topk is {topk}"
     ours = metrics.count(SPECULATION_STEPS)
     steps = ours or metrics.count(VERIFY_CALLS)
     counter = f"verification steps ({SPECULATION_STEPS if ours else VERIFY_CALLS}"
@@ -23,8 +29,8 @@ def eagle3(facts: Facts, metrics: Metrics) -> AuditRow:
         "EAGLE3",
         algorithm == "EAGLE3",
         f"speculative_algorithm is {algorithm}",
-        None if topk is None else topk == 1,
-        f"M3's sparse attention verifies a linear chain: speculative_eagle_topk is {topk}",
+        eligible,
+        condition,
         steps,
         counter,
     )

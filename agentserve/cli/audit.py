@@ -12,12 +12,11 @@ import orjson
 from rich.console import Console
 
 from agentserve.audit import Metrics, audit_rows
-from agentserve.audit.facts import Device
-from agentserve.audit.recorded import config_of
 from agentserve.audit.show import audit_table
-from agentserve.launch.facts import CheckpointError, CheckpointFacts, read_facts, resolve_model
+from agentserve.launch.facts import CheckpointError, CheckpointFacts, known_config, read_facts, resolve_model
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.recipe import RecipeError, find_recipe, load_recipe, parse_set
+from agentserve.runtime.server_facts import Device
 from agentserve.shapes.model import ShapeError
 from offload.state import StateError
 
@@ -28,8 +27,8 @@ class AuditError(click.ClickException):
 
 @click.command("audit")
 @click.argument("url")
-@click.option("--recipe", "recipe_name", help="Recipe the server was launched with: tells its environment and device.")
-@click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Field of the recipe that was set at launch.")
+@click.option("--recipe", "recipe_name", help="Recipe of a server that agentserve did not launch.")
+@click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Field of that recipe that was set.")
 @click.option(
     "--since",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -50,7 +49,7 @@ def command(
         if since is not None:
             metrics = metrics.since(_metrics(since.read_text(encoding="utf-8"), str(since)))
         environment, device, model = _launched(recipe_name, sets)
-        config = config_of(model or str(info.get("model_path", "")))
+        config = known_config(model or str(info.get("model_path", "")))
         rows = audit_rows(info, metrics, config=config, environment=environment, device=device)
     except CheckpointError as error:
         raise AuditError(f"{error}; {error.fix}") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from agentserve.shapes.published import HUB_PREFIX, M3_CONFIG
 from offload.state import Plane, prefix_state_planes
 
 # SGLang's test for M3 (srt/configs/model_config.py: is_minimax_sparse in 0.5.23).
@@ -153,6 +154,14 @@ def read_facts(path: Path) -> CheckpointFacts:
     missing = tuple(name for name in names if not (path / name).is_file())
     size = sum(os.stat(path / name).st_size for name in names if name not in missing)
     return CheckpointFacts(path, config, names, missing, size)
+
+
+def known_config(model: str) -> Mapping[str, Any] | None:
+    """The config of a model that is on this machine, or M3's published geometry; None where neither."""
+    try:
+        return read_facts(resolve_model(model)).config
+    except CheckpointError:
+        return M3_CONFIG if model.startswith(HUB_PREFIX) else None
 
 
 def _read_json(path: Path, fix: str) -> dict[str, Any]:

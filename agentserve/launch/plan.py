@@ -14,6 +14,7 @@ from agentserve.launch.facts import CheckpointFacts
 from agentserve.launch.recipe import Recipe
 from agentserve.runtime.index_reuse import REUSE_VARIABLE, ROCM_VARIABLE, parse_index_reuse
 from agentserve.runtime.policy_settings import BACKEND, EVICTION_VARIABLE, PolicySettings
+from agentserve.runtime.server_facts import ASKED_VARIABLE
 from agentserve.runtime.speculation import VARIABLES, SpeculationSettings
 from agentserve.watch.settings import WATCH_VARIABLE
 from offload.settings import SETTINGS_VARIABLE
@@ -124,7 +125,7 @@ def make_plan(
     argv += [flag for flag, on in switches.items() if on]
     argv += recipe.extra_args
 
-    env = _cpu_env(recipe, facts, notes) if recipe.device == "cpu" else {}
+    env = {ASKED_VARIABLE: "1"} | (_cpu_env(recipe, facts, notes) if recipe.device == "cpu" else {})
     if recipe.radix.policy:
         env |= PolicySettings(recipe.radix.policy, recipe.radix.admission, recipe.radix.truncate).environment()
     if recipe.index_reuse:

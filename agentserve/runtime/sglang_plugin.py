@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from agentserve.runtime import index_reuse, policy_settings, sglang_cpu_platform, speculation
+from agentserve.runtime import index_reuse, policy_settings, server_facts, sglang_cpu_platform, speculation
 from agentserve.watch import settings as watch_settings
 from offload import settings as offload_settings
 
@@ -323,6 +323,20 @@ def watch_hooks() -> tuple[Hook, ...]:
     )
 
 
+def server_fact_hooks() -> tuple[Hook, ...]:
+    """What tells clients which paths a server can run; none is registered unless agentserve launched it."""
+    from agentserve.runtime import sglang_server_facts
+
+    return (
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+            "after",
+            sglang_server_facts.tell,
+            "/server_info names neither the environment nor the GPU, which decide what runs",
+        ),
+    )
+
+
 def active_hooks() -> tuple[Hook, ...]:
     """The hooks that this process must have in place."""
     cpu, eagle3 = sglang_cpu_platform.selected(), speculation.settings_from() is not None
@@ -350,6 +364,8 @@ def register() -> None:
         _register_hooks(offload_hooks())
     if watch_settings.asked_for():
         _register_hooks(watch_hooks())
+    if server_facts.asked_for():
+        _register_hooks(server_fact_hooks())
     if sglang_cpu_platform.selected():
         sglang_cpu_platform.activate()
     _register_hooks(active_hooks())

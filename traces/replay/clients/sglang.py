@@ -42,6 +42,7 @@ from traces.replay.clients.base import (
 from traces.replay.record import OffloadAnswer, RequestError, ServerInfo
 from traces.replay.speculation import speculation_of
 
+_GRAPHS = "cuda_graph_config"  # the one argument with levels that an audit of the run needs
 _SECRETS = ("api_key", "password", "keyfile", "secret")
 
 
@@ -212,7 +213,7 @@ def _plain_args(server: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in sorted(server.items())
-        if isinstance(value, str | int | float)
+        if (isinstance(value, str | int | float) or name == _GRAPHS)
         and not any(word in name for word in _SECRETS)
         and not (name == "launch_command" and any(word.replace("_", "-") in str(value) for word in _SECRETS))
     }
