@@ -334,7 +334,13 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert "2 calls, conversations: 1; 1 continue an earlier call: 1 append to it, 0 do not" in " ".join(
         result.stdout.split()
     )
-    for number, reason in ((2, "not a JSON object"), (4, "field 'role' is missing"), (5, "'messages' is no list")):
+    reasons = {
+        2: "not a JSON object",
+        4: "field 'messages[0].role' is missing",
+        5: "field 'messages' must be a list",
+        6: "field 'input_ids' must be a list",
+    }
+    for number, reason in reasons.items():
         assert f"skipped: {log}:{number}: " in result.stderr
         assert reason in result.stderr
 

@@ -22,6 +22,7 @@ from eval.bench.trace_samples import (
     samples,
     weka_session,
 )
+from eval.diagnose.logs import read_log
 from traces import BlockScope, ReadStats, StopReason, TraceError, open_trace
 from traces.check import problems
 from traces.readers.ids import MAX_PROMPT_TOKENS
@@ -270,6 +271,17 @@ def test_claude_code_results_of_parallel_calls_are_all_in_the_prompt(tmp_path: P
         {"role": "tool", "content": "/src", "tool_call_id": "t2"},
     ]
     assert messages in prompts
+
+
+@pytest.mark.parametrize("name", ["openai-chat openai.jsonl", "claude-code claude.jsonl", "codex codex.jsonl"])
+def test_diagnosis_sees_the_same_calls(name: str, tmp_path: Path) -> None:
+    """Two users of one parser: what is a request here is a call there."""
+    sample = SAMPLES[name]
+    log = tmp_path / sample.name
+    log.write_bytes(sample.raw)
+    calls = list(read_log(log, pytest.fail))
+    assert len(calls) == sample.requests
+    assert all(call.request.messages and call.answer for call in calls)
 
 
 def test_claude_code_directory_of_sessions(tmp_path: Path, tokenizer: ChatTokenizer) -> None:

@@ -5,44 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import orjson
 
 from eval.diagnose.prompt import Kind, Piece, Prompt, prompt_of_text
+from traces.logs.messages import Message, ToolCall
 
-
-class ToolCall(NamedTuple):
-    """A call as the text that was sent; ``arguments`` is JSON for most models."""
-
-    name: str
-    arguments: str
-    id: str = ""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message; texts as they were sent."""
-
-    role: str
-    content: str = ""
-    reasoning: str | None = None  # None: no such field; an empty text is an empty think block
-    calls: tuple[ToolCall, ...] = ()
-    call_id: str = ""  # of a tool result
-
-    def as_openai(self) -> dict[str, Any]:
-        """For a chat template. Arguments become an object, as SGLang hands them to templates."""
-        made: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning is not None:
-            made["reasoning_content"] = self.reasoning
-        if self.call_id:
-            made["tool_call_id"] = self.call_id
-        if self.calls:
-            made["tool_calls"] = [
-                {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": _parsed(c.arguments)}}
-                for c in self.calls
-            ]
-        return made
+__all__ = ["Call", "Message", "Request", "ToolCall", "render"]
 
 
 @dataclass(frozen=True)
@@ -126,13 +93,6 @@ def _pieces(message: Message, index: int) -> Iterable[Piece]:
     for call in message.calls:
         yield Piece(Kind.CALL, f"<tool_call>{call.name}{call.arguments}</tool_call>", index)
     yield Piece(Kind.MARK, "\n", index)
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
 
 
 def _digest(text: str) -> bytes:

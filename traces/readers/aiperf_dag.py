@@ -25,12 +25,13 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from traces.logs.fields import FieldError
+from traces.logs.messages import chat_messages, openai_dicts
 from traces.model import MAIN_FLOW, BlockScope, Flow, Session, TraceError, Turn
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.conversation import BLOCK_SIZE, Replies, ScriptedFlow
 from traces.readers.files import LINE_FILES, Document, Group, first_object, grouped_lines, parse_object
 from traces.readers.ids import TokenBlocks
-from traces.readers.messages import FieldError, openai_messages
 from traces.readers.validate import Milliseconds, Name, OutputTokens, validated
 from traces.text import ChatTokenizer
 
@@ -192,7 +193,7 @@ class _Tree:
         turns = []
         for index, turn in enumerate(conversation.turns):
             try:
-                messages = openai_messages(turn.messages, f"turns[{index}].messages")
+                messages = openai_dicts(chat_messages(turn.messages, f"turns[{index}].messages"))
             except FieldError as error:
                 raise _fault(line, conversation, str(error), error.field) from error
             reply = turn.max_tokens or 0

@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+from traces.logs.fields import iso_seconds
 from traces.model import MAIN_FLOW, BlockScope, Flow, ReadStats, Session, TraceError, Turn
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.files import Document, Group, each_line, grouped_lines, line_documents
 from traces.readers.ids import MAX_PROMPT_TOKENS, NO_IDS, FreshBlocks
-from traces.readers.tracelab import seconds
 
 BLOCK_SIZE = 64
 _FILES = (".csv", ".csv.xz", ".csv.gz", ".csv.bz2")
@@ -156,7 +156,7 @@ def _row(line: Document, columns: _Columns, session: str) -> _Row:
     if "start" in columns.positions:
         raw = text("start")
         try:
-            start = float(raw) if raw.replace(".", "", 1).isdecimal() else seconds(raw)
+            start = float(raw) if raw.replace(".", "", 1).isdecimal() else iso_seconds(raw)
         except (ValueError, OverflowError) as error:
             raise fault("start", f"'{raw[:50]}' is neither seconds nor an ISO-8601 time") from error
         if not 0 <= start < 1e12:

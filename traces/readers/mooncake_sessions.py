@@ -31,12 +31,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from traces.logs.fields import FieldError
+from traces.logs.messages import chat_messages, openai_dicts
 from traces.model import MAIN_FLOW, BlockIds, BlockScope, Flow, Session, TraceError, Turn
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.conversation import BLOCK_SIZE, LoggedCall, Replies, ScriptedFlow, logged_turns
 from traces.readers.files import LINE_FILES, Document, Group, each_line, first_object, grouped_lines, parse_object
 from traces.readers.ids import MAX_PROMPT_TOKENS, NO_IDS, Chainer, FreshBlocks, TokenBlocks, block_ids, full_blocks
-from traces.readers.messages import FieldError, openai_messages
 from traces.readers.tracelab import session_key
 from traces.readers.validate import Milliseconds, Name, OutputTokens, PromptTokens, validated
 
@@ -169,7 +170,7 @@ def _texts(lines: _Lines, starts: list[float], reading: Reading, deltas: bool) -
     turns = []
     for index, (line, parsed) in enumerate(lines):
         try:
-            messages = openai_messages(parsed.messages)
+            messages = openai_dicts(chat_messages(parsed.messages))
         except FieldError as error:
             raise TraceError(
                 str(error), file=line.source, session=head.session_id, turn=index, field=error.field

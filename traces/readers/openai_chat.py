@@ -1,12 +1,9 @@
 """Chat logs of an OpenAI-compatible server: one request with its complete messages a line.
 
-A ``.jsonl`` file (also ``.xz``, ``.gz``, ``.bz2``). A line is the body of a ``/v1/chat/completions`` request, or
-holds it in ``request`` or ``body`` (proxies, batch files); the answer is in ``response``, bare or in
-``response.body``. Read are ``messages``, ``tools``, ``model``; from the answer ``choices[0].message``,
-``finish_reason`` and ``usage.completion_tokens``; a time from ``timestamp``, ``created_at``, ``created`` or
-``time`` (seconds, milliseconds or ISO 8601; of when the request was sent), and a duration from ``duration_s`` or
-``latency_s``. A conversation's name comes from ``session_id``, ``conversation_id`` or ``prompt_cache_key`` of the
-line, the body or its ``metadata``. Field definitions: OpenAI's API reference, "Create chat completion" and "Batch".
+A ``.jsonl`` file (also ``.xz``, ``.gz``, ``.bz2``). Where in a line the request, the answer and a name are,
+``traces.logs.requests`` says. Read are ``messages``, ``tools``, ``model``; from the answer ``choices[0].message``,
+``finish_reason`` and ``usage.completion_tokens``; a time (seconds, milliseconds or ISO 8601; of when the request was
+sent), and a duration from ``duration_s`` or ``latency_s``.
 
 How it is read: a request without a name belongs to the conversation of the longest earlier request whose messages
 are the beginning of its own, else it starts one, named by its line. Messages become tokens by the served model's
@@ -26,20 +23,18 @@ from typing import Any
 
 import orjson
 
+from traces.logs.fields import FieldError, get
+from traces.logs.messages import chat_messages, openai_dicts
+from traces.logs.requests import answer_of, body_of, name_of, response_of, sent_of, usage_of
 from traces.model import MAIN_FLOW, BlockScope, Flow, Session, StopReason, TraceError
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.conversation import BLOCK_SIZE, LoggedCall, logged_turns
 from traces.readers.files import LINE_FILES, Document, Group, first_object, grouped_lines, parse_object
 from traces.readers.ids import TokenBlocks
-from traces.readers.messages import FieldError, get, openai_answer, openai_messages
-from traces.readers.tracelab import seconds
 from traces.text import ChatTokenizer, Message
 
-_NAMES = ("session_id", "conversation_id", "prompt_cache_key")
-_TIMES = ("timestamp", "created_at", "created", "time")
 _DURATIONS = ("duration_s", "latency_s")
 _STOPS = {"tool_calls": StopReason.TOOL_USE, "stop": StopReason.END_TURN}
-_MILLISECONDS = 1e11  # a larger time cannot be seconds since 1970
 
 
 def _matches(path: str) -> bool:
@@ -54,10 +49,7 @@ def _read(path: str, reading: Reading) -> Iterator[Session]:
 
 
 def _body(line: dict[str, Any]) -> dict[str, Any]:
-    for place in (line, line.get("request"), line.get("body")):
-        if isinstance(place, dict) and place.get("messages") is not None:
-            return place
-    return line
+    return body_of(line, ("messages",)) or line
 
 
 def _conversations(lines: Iterator[Document]) -> list[str | None]:
@@ -75,22 +67,16 @@ def _conversations(lines: Iterator[Document]) -> list[str | None]:
         if not isinstance(messages, list) or not messages:
             keys.append(None)
             continue
-        key = _name(raw, body)
+        key = name_of(raw, body)
         digest = hashlib.blake2b(digest_size=16)
         for message in messages:
             digest.update(orjson.dumps(message) + b"\n")
             if key is None or digest.digest() in seen:
-                key = _name(raw, body) or seen.get(digest.digest(), key)
+                key = name_of(raw, body) or seen.get(digest.digest(), key)
         key = key or line.source.rpartition(":")[2]
         seen[digest.digest()] = key
         keys.append(key)
     return keys
-
-
-def _name(line: dict[str, Any], body: dict[str, Any]) -> str | None:
-    places = (line, body, line.get("metadata"), body.get("metadata"))
-    found = (place.get(name) for place in places if isinstance(place, dict) for name in _NAMES)
-    return next((name for name in found if isinstance(name, str) and name), None)
 
 
 def _session(group: Group, tokenizer: ChatTokenizer) -> Session:
@@ -110,24 +96,24 @@ def _session(group: Group, tokenizer: ChatTokenizer) -> Session:
 
 def _call(line: dict[str, Any], source: str, index: int) -> LoggedCall:
     body = _body(line)
-    response = get(line, "response", dict) or {}
-    response = response["body"] if isinstance(response.get("body"), dict) else response
-    answer, stop = _answer(response)
-    usage = get(response, "usage", dict, "response") or {}
-    sent = _time(line)
+    get(line, "response", dict)
+    response = response_of(line)
+    answer = answer_of(response)
+    usage = usage_of(response)
+    sent = sent_of(line)
     duration = next((d for name in _DURATIONS if (d := get(line, name, (int, float))) is not None), None)
     if duration is not None and not 0 <= duration < 1e9:
         raise FieldError("duration_s", "must be seconds of at least 0")
     start = float(index) if sent is None else sent
     return LoggedCall(
         source=source,
-        messages=openai_messages(body.get("messages")),
+        messages=openai_dicts(chat_messages(body.get("messages"))),
         tools=_tools(body),
-        answer=answer,
-        output_tokens=min(1 << 24, max(0, get(usage, "completion_tokens", int, "usage") or 0)),
+        answer=answer.messages[0].as_openai() if answer.messages else None,
+        output_tokens=min(1 << 24, max(0, usage.output or 0)),
         sent_s=start,
         ended_s=None if duration is None else start + duration,
-        stop=stop,
+        stop=_STOPS.get(answer.finish, StopReason.UNKNOWN),
         model=get(body, "model", str) or "",
     )
 
@@ -138,34 +124,6 @@ def _tools(body: dict[str, Any]) -> list[Message]:
         if not isinstance(tool, dict):
             raise FieldError(f"tools[{index}]", "must be an object")
     return tools
-
-
-def _answer(response: dict[str, Any]) -> tuple[Message | None, StopReason]:
-    choices = get(response, "choices", list, "response") or []
-    if not choices:
-        return None, StopReason.UNKNOWN
-    at = "response.choices[0]"
-    if not isinstance(choices[0], dict):
-        raise FieldError(at, "must be an object")
-    message = choices[0].get("message")
-    stop = _STOPS.get(get(choices[0], "finish_reason", str, at) or "", StopReason.UNKNOWN)
-    return (None if message is None else openai_answer(message, f"{at}.message")), stop
-
-
-def _time(line: dict[str, Any]) -> float | None:
-    for name in _TIMES:
-        value = line.get(name)
-        if value is None:
-            continue
-        try:
-            found = seconds(value) if isinstance(value, str) else float(value)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise FieldError(name, "must be seconds, milliseconds or an ISO-8601 time") from error
-        found = found / 1000 if found > _MILLISECONDS else found
-        if not 0 <= found < 1e12:
-            raise FieldError(name, "is out of range")
-        return found
-    return None
 
 
 register(TraceFormat("openai-chat", _matches, _read))

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict
 
+from traces.logs.fields import iso_seconds
 from traces.model import MAIN_FLOW, BlockScope, Flow, Session, StopReason, TraceError, Turn
 from traces.readers.base import Reading, TraceFormat, register
 from traces.readers.files import LINE_FILES, Document, Group, each_line, first_object, grouped_lines, parse_object
@@ -76,16 +76,6 @@ def session_key(line: Document) -> str | None:
     return key if isinstance(key, str) and key else None
 
 
-def seconds(text: str) -> float:
-    """POSIX seconds of an ISO-8601 time; without a zone it is UTC.
-
-    Raises:
-        ValueError: it is none.
-    """
-    moment = datetime.fromisoformat(text)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
 def _session(group: Group, ignored: Counter[str]) -> Session:
     rounds = []
     for line in group.lines:
@@ -127,7 +117,7 @@ def _times(line: Document, call: _Round, session: str) -> tuple[float, float]:
         if target is None or event.timestamp is None:
             continue
         try:
-            target.append(seconds(event.timestamp))
+            target.append(iso_seconds(event.timestamp))
         except (ValueError, OverflowError) as error:
             field = f"timing_events[{at}].timestamp"
             message = f"'{event.timestamp[:50]}' is no ISO-8601 time"

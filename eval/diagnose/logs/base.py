@@ -1,15 +1,15 @@
-"""What log readers share: lines with their numbers, typed access to foreign JSON, errors that name file and line."""
+"""What log readers share: lines with their numbers, errors that name file and line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from eval.diagnose.chat import Call
+from traces.logs.fields import FieldError
 
 _LONGEST_LINE = 256 * 2**20  # bytes
 
@@ -73,29 +73,6 @@ def read_lines(path: Path, skip: Skip) -> Iterator[Line]:
         raise LogError(f"{path}: cannot be read ({error.strerror}); pass a JSONL file") from None
 
 
-def field(value: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    """``value[name]``, or None where it is missing or null. Raises LogError for another type, naming the field."""
-    found = value.get(name)
-    if found is None:
-        return None
-    if not isinstance(found, kind) or isinstance(found, bool):
-        raise LogError(f"field {name!r} is {type(found).__name__}")
-    return found
-
-
-def count(value: dict[str, Any], name: str) -> int:
-    """A number of tokens; missing is 0."""
-    found = field(value, name, int)
-    return max(0, found or 0)
-
-
-def seconds(value: Any) -> float | None:
-    """Seconds since 1970 of a number (seconds or milliseconds) or an ISO 8601 text; None for anything else."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) / 1000 if value > 1e11 else float(value)
-    if isinstance(value, str):
-        try:
-            return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
-        except ValueError:
-            return None
-    return None
+def faulty(where: str, error: FieldError) -> str:
+    """A record that cannot be used, as ``skip`` is told of it."""
+    return f"{where}: field '{error.field}' {error}"
