@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
@@ -18,6 +19,7 @@ from agentserve.launch.offload_checks import check_offload
 from agentserve.launch.plan import make_plan
 from agentserve.launch.preflight import check_shared_kv, rank_bytes_per_token
 from agentserve.launch.recipe import Override, Recipe, RecipeError, find_recipe, load_recipe
+from offload import lmcache_copies
 from offload.settings import SETTINGS_VARIABLE, OffloadError, settings_from
 
 
@@ -129,6 +131,17 @@ def test_checks_name_field_and_remedy(tiny_checkpoint: Path) -> None:
     assert "chunk_tokens 200 is not a multiple of the page size 128 | set it to 128" in found[0]
     assert f"offload.port: 127.0.0.1:{port}" in found[1]
     assert "memory_gb 4 is more than the 1.0 GB available" in found[2]
+
+
+def test_on_cuda_lmcaches_compiled_copies_have_to_load(tiny_checkpoint: Path) -> None:
+    """The real import, which fails where torch is built without CUDA, and says why."""
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA: the copies may load")
+    made = recipe(tiny_checkpoint, device="cuda", dtype="bfloat16")
+    (finding,) = [f for f in check_offload(made, read_facts(tiny_checkpoint), 1 << 40) if "copies" in f.what]
+    assert (finding.level, lmcache_copies.BUILD_COMMAND in finding.fix) == ("error", True)
+    assert f"with torch {torch.__version__}: ImportError: lib" in finding.what
+    assert lmcache_copies.cuda_copies_problem(timeout_s=0.01) == "importing them took more than 0 s"
 
 
 def test_shared_memory_has_to_hold_the_kv_cache(tiny_checkpoint: Path, tmp_path: Path) -> None:

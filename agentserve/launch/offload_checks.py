@@ -11,6 +11,7 @@ from agentserve.launch.facts import CheckpointFacts
 from agentserve.launch.finding import Finding
 from agentserve.launch.recipe import Recipe
 from offload.daemon import DaemonSpec
+from offload.lmcache_copies import BUILD_COMMAND, cuda_copies_problem
 from offload.settings import OffloadError
 
 LMCACHE_VERSION = "0.5.6"  # the version whose connector the runtime subclasses
@@ -43,6 +44,8 @@ def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int)
         yield Finding("error", f"offload.address: {error}", f"name one daemon, or {recipe.tp} with commas between")
     if not offload.starts_daemon:
         return
+    if recipe.device == "cuda":
+        yield from _cuda_copies()
     yield from _ports(offload.specs(recipe.tp))
     if offload.l2 is not None and offload.redis_client == "valkey" and find_spec("glide_sync") is None:
         yield Finding(
@@ -55,6 +58,17 @@ def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int)
             "error",
             f"offload.memory_gb {offload.memory_gb:g} is more than the {available / 1e9:.1f} GB available",
             "lower offload.memory_gb",
+        )
+
+
+def _cuda_copies() -> Iterator[Finding]:
+    problem = cuda_copies_problem()
+    if problem is not None:
+        yield Finding(
+            "error",
+            f"LMCache's compiled CUDA copies do not load {problem}; what it copies without them is wrong, and each "
+            "restore would be refused",
+            f"build LMCache for the torch that is installed: {BUILD_COMMAND}",
         )
 
 
