@@ -31,9 +31,9 @@ header { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: baseline;
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; min-width: 7rem; }
 @media (max-width: 40rem) { table { font-size: .85rem; } th, td { padding: .2rem .3rem; } }
-th { font-weight: 600; } svg { width: 100%; height: 7rem; display: block;
+td:not(:first-child) { white-space: nowrap; } th { font-weight: 600; } svg { width: 100%; height: 7rem; display: block;
   border: solid var(--line); border-width: 1px 0; }
 #trouble { color: var(--lost); font-weight: 600; } ul { padding-left: 1.1rem; margin: .3rem 0; }
 input, button { font: inherit; padding: .2rem .5rem; } form { display: flex; flex-wrap: wrap; gap: .5rem; }
@@ -45,6 +45,7 @@ _SCRIPT = """
 const base = location.pathname.replace(/(agentserve|metrics)\\/watch\\/?$/, 'agentserve/watch');
 const el = id => document.getElementById(id);
 const number = n => Math.round(n).toLocaleString('en');
+const span = t => t < 100 ? Math.round(t) + ' s' : Math.round(t / 60) + ' min';
 const share = x => x === null ? '-' : (100 * x).toFixed(2) + ' %';
 const make = (tag, text, kind) => {
   const node = document.createElement(tag);
@@ -63,10 +64,10 @@ const headers = id => el(id).value ? {Authorization: 'Bearer ' + el(id).value} :
 function tiles(s) {
   const w = s.windows[0], n = s.now;
   const all = [
-    [share(w.hit_rate), 'hit rate, last ' + Math.round(w.covered_s) + ' s'],
+    [share(w.hit_rate), 'hit rate, last ' + span(w.covered_s)],
     [share(w.possible_rate), 'possible without a limit of memory'],
     [number(n.running) + ' / ' + number(n.queued), 'requests running / queued'],
-    [share(n.kv_usage), 'of ' + number(n.kv_tokens) + ' KV tokens in use'],
+    [share(n.kv_usage), 'of ' + number(n.kv_tokens) + ' KV tokens held by running requests'],
     [number(s.sessions_known), 'sessions known'],
     [number(n.sessions_waiting) + ' / ' + number(n.sessions_parked), 'sessions that wait to start / are parked'],
   ];
@@ -78,8 +79,9 @@ function tiles(s) {
 }
 
 function fates(s) {
-  const spans = [...s.windows.map(w => ['last ' + (w.covered_s / 60).toFixed(1) + ' min', w]),
-    ['since start', s.since_start]];
+  // A server that is younger than the longer windows has the same in each of them.
+  const apart = s.windows.filter((w, i) => !i || Math.round(w.covered_s) > Math.round(s.windows[i - 1].covered_s));
+  const spans = [...apart.map(w => ['last ' + span(w.covered_s), w]), ['since start', s.since_start]];
   fill('fates', [
     row(['prompt tokens', ...spans.map(x => x[0])], 'th'),
     row(['hit rate', ...spans.map(x => share(x[1].hit_rate))]),
@@ -118,7 +120,7 @@ function series(s) {
   svg.setAttribute('viewBox', '0 0 600 100');
   svg.setAttribute('preserveAspectRatio', 'none');
   svg.setAttribute('role', 'img');
-  svg.setAttribute('aria-label', 'hit rate, possible rate and use of the KV cache over the last minutes');
+  svg.setAttribute('aria-label', 'hit rate, possible rate and KV cache held by running requests over time');
   const curves = [[p => p.possible_rate, '--in_flight', '6 4'], [p => p.hit_rate, '--hit', ''],
     [p => p.kv_usage, '--new', '2 3']];
   if (s.series.length > 1) for (const [value, colour, dash] of curves) {
@@ -132,6 +134,8 @@ function series(s) {
     svg.append(curve);
   }
   fill('series', [svg]);
+  const seen = s.series.length > 1 ? s.series[s.series.length - 1].at - s.series[0].at : 0;
+  el('spanned').textContent = seen ? 'left to right: the last ' + span(seen) : 'nothing yet: a few seconds more';
 }
 
 function sessions(s) {
@@ -140,9 +144,10 @@ function sessions(s) {
   el('counts').textContent = rows.length ? counts : 'none are known here';
   const act = s.server.can_act && el('admin-key').value;
   fill('sessions', rows.length ? [
-    row(['session', 'state', 'admission', 'context', 'idle s', 'flows', ...(act ? [''] : [])], 'th'),
+    row(['session', 'state', 'context, tokens', 'idle, s', 'flows', ...(act ? [''] : [])], 'th'),
     ...rows.map(x => {
-      const cells = [x.session, x.state.replace('_', ' '), x.admission, number(x.context), number(x.idle_s), x.flows];
+      const state = x.state.replace('_', ' ') + (x.admission === 'started' ? '' : ', ' + x.admission);
+      const cells = [x.session, state, number(x.context), number(x.idle_s), x.flows];
       if (act) {
         const cell = make('td'), button = make('button', 'end');
         button.onclick = () => post('close?session=' + encodeURIComponent(x.session));
@@ -200,10 +205,11 @@ _BODY = """
 <span class="dim" id="facts"></span><span class="dim">at <span id="at"></span></span></header>
 <p id="trouble" role="alert"></p>
 <div class="tiles" id="tiles"></div>
-<h2>Hit rate over the last quarter of an hour</h2>
+<h2>Hit rate over time</h2>
 <div id="series"></div>
-<small>solid: hit rate of prompt tokens; dashed: possible without a limit of memory; dotted: KV cache in use;
-0 to 100 %</small>
+<small><span id="spanned"></span>;
+solid: hit rate of prompt tokens; dashed: possible without a limit of memory; dotted: KV cache
+held by running requests; 0 to 100 %</small>
 <h2>What became of prompt tokens</h2>
 <div class="bar" id="bar"></div><small>last five minutes</small>
 <div class="wide"><table id="fates"></table></div>

@@ -67,7 +67,7 @@ class Point:
 
     Attributes:
         at: the observer's clock, in seconds.
-        usage: share of the KV cache that running requests and kept prefixes take, 0 to 1.
+        usage: share of the KV cache that running requests hold, 0 to 1; prefixes that could be evicted are not in it.
         offload_online: None without an offload tier.
     """
 

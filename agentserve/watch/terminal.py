@@ -25,14 +25,16 @@ def render(snapshot: dict[str, Any], sessions: int = _SESSIONS) -> Group:
     head.append(f"{server.get('model', '')}  ", style="bold")
     head.append(
         f"{now['running']:.0f} running, {now['queued']:.0f} queued, "
-        f"KV {now['kv_usage']:.0%} of {now['kv_tokens']:,.0f} tokens in use, "
+        f"{now['kv_usage']:.0%} of {now['kv_tokens']:,.0f} KV tokens held by them, "
         f"policy {server.get('policy') or 'of SGLang'}"
     )
     return Group(head, _windows(snapshot), *_evicted(snapshot), *_sessions(snapshot, sessions), _evidence(snapshot))
 
 
 def _windows(snapshot: dict[str, Any]) -> Table:
-    columns = [*snapshot["windows"], {**snapshot["since_start"], "seconds": None}]
+    # A server that is younger than the longer windows has the same in each of them.
+    apart = {_span(window): window for window in reversed(snapshot["windows"])}
+    columns = [*reversed(apart.values()), {**snapshot["since_start"], "seconds": None}]
     table = Table("prompt tokens", *(Column(_span(window), justify="right") for window in columns))
     table.add_row("hit rate", *(_share(window["hit_rate"]) for window in columns))
     table.add_row("possible without limit", *(_share(window["possible_rate"]) for window in columns))
@@ -83,7 +85,8 @@ def _evidence(snapshot: dict[str, Any]) -> Text:
 def _span(window: dict[str, Any]) -> str:
     if window["seconds"] is None:
         return "since start"
-    return f"last {window['covered_s'] / 60:.1f} min"
+    covered = window["covered_s"]
+    return f"last {covered:.0f} s" if covered < 100 else f"last {covered / 60:.0f} min"
 
 
 def _share(value: float | None) -> str:

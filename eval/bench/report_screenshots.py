@@ -70,8 +70,18 @@ def look(browser: Browser, page: Path, width: int) -> list[str]:
     """Show the page at a width; returns what is wrong with it."""
     browser.resize(width, 900)
     browser.open(page)
+    return faults(browser)
+
+
+def faults(browser: Browser, *, server: str | None = None) -> list[str]:
+    """What is wrong with the page that is shown, and was in its console since the last call.
+
+    Args:
+        server: address that the page came from and may ask; None: the page is a file and may ask nobody.
+    """
     wrong = [f"console, {message.level}: {message.text}" for message in browser.messages() if message.level != "INFO"]
-    wrong += [f"asked for {url}" for url in browser.outside()]
+    outside = [url for url in browser.outside() if server is None or not url.startswith(f"{server}/")]
+    wrong += [f"asked for {url}" for url in outside]
     wide, shown = browser.run("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     if wide > shown:
         wrong.append(f"{wide} pixels wide at {shown}")
@@ -97,18 +107,25 @@ def pictures(png: bytes) -> list[bytes]:
     return found
 
 
+def store(png: bytes, out: Path, name: str) -> list[str]:
+    """Write a page's picture as ``NAME-1.png`` and so on; returns which parts are too large for a repository."""
+    wrong = []
+    for number, picture in enumerate(pictures(png), start=1):
+        file = out / f"{name}-{number}.png"
+        file.write_bytes(picture)
+        click.echo(f"{file}: {len(picture):,} bytes")
+        if len(picture) > LARGEST:
+            wrong.append(f"{file.name} has {len(picture):,} bytes, more than {LARGEST:,}")
+    return wrong
+
+
 def photograph(page: Path, widths: Sequence[int], out: Path) -> list[str]:
     """Take the pictures of a page; returns what is wrong with it or with them."""
     wrong: list[str] = []
     with Browser() as browser:
         for width in widths:
             wrong += [f"{width} px: {fault}" for fault in look(browser, page, width)]
-            for number, picture in enumerate(pictures(browser.screenshot()), start=1):
-                file = out / f"report-{width}-{number}.png"
-                file.write_bytes(picture)
-                click.echo(f"{file}: {len(picture):,} bytes")
-                if len(picture) > LARGEST:
-                    wrong.append(f"{file.name} has {len(picture):,} bytes, more than {LARGEST:,}")
+            wrong += store(browser.screenshot(), out, f"report-{width}")
     return wrong
 
 
