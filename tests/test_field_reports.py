@@ -3,17 +3,10 @@
 A row is named by the public thread it comes from. The verdict comes from whoever owns the question: ``diagnose`` (text
 and tokens), the attribution, the report, ``compare``, the audit, or the offload's own rules.
 
-Rows that cannot be made small here, and why:
-
-- ATOM#1551 (the first radix hit faults the GPU in a plugin) and vllm#45562 (FP8 KV on MI300X scores 0.0099 where 0.9666
-  is right): they need that GPU. Of the second, what can be known without one is in ``test_audit.py``: FP8 is credited
-  only where the pool has its size.
-- vllm#48603 (a token-major top-k buffer read wrongly): the kernels are not ours; ``test_msa_torch.py`` and
-  ``test_m3_parity.py`` hold what reads such a buffer here against a reference.
-- evalscope#1648 (a warm-up drained before the measured window): a replay has no warm-up and no window apart from the
-  run; every request is recorded, from an emptied cache.
-- Rows that need a daemon or several ranks have their tests beside the others of that kind, named in ``WITH_A_DAEMON``,
-  which is checked: LMCache#3855, #4759, #4492, ATOM#2175 and omlx#1888 in full.
+Of four rows only the kind can be made small here, since the report itself needs another machine, and each test says so:
+ATOM#1551 and vllm#45562 (that GPU), vllm#48603 (another engine's kernel), evalscope#1648 (another client's warm-up).
+Rows that need a daemon or several ranks have their tests beside the others of that kind, named in ``WITH_A_DAEMON``,
+which is checked: LMCache#3855, #4759, #4492, ATOM#2175 and omlx#1888 in full.
 """
 
 from __future__ import annotations
@@ -26,8 +19,10 @@ import torch
 
 from agentserve.audit.counters import Metrics
 from agentserve.audit.rows import audit_rows
+from agentserve.runtime.msa_torch import BlockRule, attend_extend, select_extend
 from agentserve.shapes.published import M3_CONFIG
 from eval.compare import CompareError, compare
+from eval.compare.text import verdicts
 from eval.diagnose import Tokens, diagnose, prompt_of_text
 from eval.diagnose.chat import Call, Message, Request
 from eval.diagnose.misses import find_miss
@@ -40,11 +35,12 @@ from radix_cache.attribution.simulated import explain
 from radix_cache.features import Stop
 from radix_cache.simulator import FlowSpec, Service, Setting, TurnSpec, simulate
 from radix_cache.theory import PromptShape, SessionScan, SharedPrefixes
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, TinyServer
 from tests.test_compare import records, run
+from tests.test_msa_torch import as_sets, naive_attention, naive_choice
 from tests.test_report_summary import FINISHED, header, record
 from tests.test_simulator_naive import build
-from traces.replay.record import RunEvent
+from traces.replay.record import RunEvent, ServerInfo
 
 WITH_A_DAEMON = {
     "LMCache#3855": ("test_offload_faults.py", "test_a_frozen_daemon_holds_stored_tokens_no_longer_than_the_deadline"),
@@ -287,6 +283,69 @@ def test_inference_sim_829_a_prefix_group_lost_in_conversion() -> None:
     ideal = report.rate("ideal")
     assert ideal is not None
     assert (ideal.hit_tokens, report.chain.gap_tokens) == (0, 0)
+
+
+def test_evalscope_1648_nothing_is_left_out_of_the_measured_window() -> None:
+    """There a warm-up was waited for, so that the window began with an empty pipeline. Here the run is the window: the
+    cold first requests are in the rate, and the time goes from the first that was sent to the last that ended."""
+    cold = [record(f"s{n}", 0, 1_000, cached_tokens=0, sent_s=0.5 * n, done_s=4.0 + n) for n in range(3)]
+    later = [record(f"s{n}", 1, 1_000, 900, cached_tokens=800, sent_s=9.0, done_s=13.0) for n in range(3)]
+    report = summarize(header(requests=6), [*cold, *later], FINISHED)
+    rate = report.rate("realized")
+    assert rate is not None
+    assert (rate.rate, report.population.requests) == (0.4, 6)
+    assert (report.completeness.recorded, report.completeness.missing) == (6, 0)
+    assert report.throughput.wall_s == 13.0
+
+
+def test_vllm_45562_numbers_that_score_0_01_where_0_97_is_right() -> None:
+    """There FP8 K/V was fast and wrong. A speed stands here beside whether the answers are the same, and the number
+    format is named. Which answers are right a cache's report cannot know. See also ``test_audit.py``."""
+    wrong = [r.model_copy(update={"output_sha256": f"other {r.turn}"}) for r in records(800, 0.5)]
+    kinds = [
+        ServerInfo(base_url="http://127.0.0.1:1", client="sglang", page_size=10, args={"kv_cache_dtype": kind})
+        for kind in ("auto", "fp8_e4m3")
+    ]
+    result = compare([run(records(800, 1.0), server=kinds[0]), run(wrong, server=kinds[1])], ["bf16", "fp8"])
+    assert [doubt.what for doubt in result.doubts] == ["number format"]
+    (said,) = verdicts(result)
+    assert "mean TTFT -500 ms, 0 of 24 answers the same" in said
+
+
+# --- kernels
+
+
+@pytest.mark.server
+def test_atom_1551_the_first_radix_hit(tiny_server: TinyServer) -> None:
+    """There it ended the server. Here, on the CPU's kernels, a full and a partial hit answer as the cold prompt did."""
+    prompt = [(17 * i) % 300 + 3 for i in range(700)]
+    other = [*prompt[:400], *((19 * i) % 300 + 3 for i in range(300))]
+    answers = []
+    for order in ([prompt, prompt], [other], [prompt, other]):
+        tiny_server.flush()
+        answers.append([tiny_server.generate(ids, 6) for ids in order])
+    (cold, full), (alone,), (_, partial) = answers
+    assert [a["meta_info"]["cached_tokens"] for a in (cold, full, alone, partial)] == [0, 640, 0, 384]
+    assert full["output_ids"] == cold["output_ids"]
+    assert partial["output_ids"] == alone["output_ids"]
+
+
+def test_vllm_48603_a_choice_of_blocks_that_is_read_in_another_order() -> None:
+    """The buffer holds a head's queries one after the other. Read as a query's heads one after the other it has the
+    same size and other blocks: what this project compares its attention with must see that."""
+    generator = torch.Generator().manual_seed(0)
+    rule, first, count = BlockRule(4, 3, 1, 1), 40, 6
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    idx_q, idx_k = draw(count, 2, 8), draw(first + count, 8)
+    q, k, v = draw(count, 4, 8), draw(first + count, 2, 8), draw(first + count, 2, 8)
+    chosen = select_extend(idx_q, idx_k, first, rule, 1.0)
+    misread = chosen.reshape(count, 2, -1).transpose(0, 1)
+    right = naive_choice(idx_q, idx_k, first, rule)
+    assert as_sets(chosen) == right
+    assert as_sets(misread) != right
+    expected = naive_attention(q, k, v, right, first, rule.block_size)
+    torch.testing.assert_close(attend_extend(q, k, v, chosen, first, rule.block_size, 8**-0.5), expected)
+    assert not torch.allclose(attend_extend(q, k, v, misread, first, rule.block_size, 8**-0.5), expected, atol=1e-2)
 
 
 # --- policies

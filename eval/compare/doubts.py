@@ -48,6 +48,11 @@ def _drafts(header: RunHeader) -> str:
     return f"{s.algorithm}, {s.drafts} drafts{length}, {s.keys or 'unknown'} keys"
 
 
+def _numbers(header: RunHeader) -> str:
+    kv, weights = (header.server.args.get(name) for name in ("kv_cache_dtype", "quantization"))
+    return f"K/V {kv or 'not told'}, weights {weights or 'as they are'}"
+
+
 def _filter(header: RunHeader) -> str:
     return ", ".join(f"{key} {value}" for key, value in header.filter.items() if value is not None) or "none"
 
@@ -62,6 +67,8 @@ _RULES = (
           "with synthetic acceptance drafts are kept whatever the model says: its answers and times are no measurement"
           " of the same thing"),
     _Rule("model", "warn", lambda h: h.server.model, "times of two models are no difference of caches"),
+    _Rule("number format", "warn", _numbers,
+          "rounded numbers give other answers: a gain in memory or time counts only beside what the answers are worth"),
     _Rule("filter", "warn", _filter, "the filters differ, though the same requests were sent"),
     _Rule("page size", "warn", lambda h: h.server.page_size, "theory and page alignment are of two different caches"),
     _Rule("drafts", "warn", _drafts, "speculation changes times, and with EAGLE the cache's key"),
