@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from numba.core.dispatcher import Dispatcher
 
 from agentserve.cli.report import command
 from agentserve.cli.report_facts import serving_of_run
@@ -27,6 +30,7 @@ from eval.report.what_if import Serving, what_if, workload_of_run
 from radix_cache.attribution.simulated import explain
 from radix_cache.simulator import Service, Setting, simulate
 from radix_cache.simulator.run import UNBOUNDED
+from tests.conftest import REPOSITORY
 from tests.test_report_output import HOSTILE
 from tests.test_report_summary import FINISHED, SMALL, header, record
 from traces.readers import open_trace
@@ -256,3 +260,22 @@ def test_page_of_a_run_that_has_all_of_it_is_small() -> None:
     report = summarize(head, records, FINISHED, kv_events=kv)
     page = render_html(report.model_copy(update={"what_if": asked((head, records, kv))}), records, kv)
     assert len(page.encode()) < 6_000_000
+
+
+def compiled() -> int:
+    """How often something of the simulator was compiled, or read from disk, in this process."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("radix_cache.simulator")]
+    functions = {value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)}
+    return sum(len(function.signatures) for function in functions)
+
+
+def test_nothing_is_left_to_compile_after_the_warm_up() -> None:
+    """``python -m eval.report.what_if`` compiles ahead: a question that needs more would show here."""
+    code = (
+        "from tests.test_what_if import *; from eval.report.what_if.ask import warm_up; warm_up(Setting()); before = compiled(); "
+        "found = asked(simulated_run(0.7)); print(before, compiled(), len(found.answers))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    before, after, answers = map(int, done.stdout.split())
+    assert 0 < before == after
+    assert answers > 5

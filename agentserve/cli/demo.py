@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,7 @@ def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> N
     if not checked.ok:
         sys.exit(2)
     plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path.cwd())
+    compiling = _compile_simulator()
     try:
         with ServerProcess(plan, out.with_name(f"{out.name}-server.log")) as server:
             _announce(console, ["launch", "tiny-cpu", "--model", str(checkpoint), "--port", str(recipe.port)])
@@ -58,13 +60,26 @@ def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> N
             _announce(console, ["replay", *arguments])
             code = replay.main(arguments, standalone_mode=False)
             server.catch_signals()  # the replay had its own
+        compiling.wait()
     except ServerError as error:
         console.print(escape(str(error)), soft_wrap=True)
         sys.exit(1)
+    finally:
+        compiling.terminate()
     _announce(console, ["report", str(out)])
     report.main([str(out)], standalone_mode=False)
     console.print(f"demo took {time.monotonic() - began:.0f} s; the server is stopped")
     sys.exit(code or 0)
+
+
+def _compile_simulator() -> subprocess.Popen[bytes]:
+    """Begin to compile what the report simulates with, a minute on first use, while the server starts.
+
+    If it fails, the report compiles for itself.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "eval.report.what_if"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def _announce(console: Console, arguments: list[str]) -> None:

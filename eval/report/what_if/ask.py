@@ -103,7 +103,7 @@ def what_if(
         truncate=not serving.whole_nodes,
     )
     progress("compiling (first use takes a minute)", 0, 0)
-    _warm_up(own)
+    warm_up(own)
     return _Asking(run, own, serving, _Budget(seconds, clock, clock()), progress).ask(
         realized_rate, [] if capacity is None else [*more_tokens, capacity // 2, capacity]
     )
@@ -301,8 +301,8 @@ def _notes(simulated: float | None, realized: float | None, known: bool) -> list
     return notes
 
 
-def _warm_up(own: Setting) -> None:
-    """Compile what the questions need, so that it is no part of the time budget."""
+def warm_up(own: Setting) -> None:
+    """Compile what the questions need, so that it is no part of the time budget: a minute on first use, then kept."""
     pages = np.arange(2, dtype=np.int64)
     builder = WorkloadBuilder(1, numbered=2)
     builder.add("warm-up", [FlowSpec([TurnSpec(2, 1, pages, pages[:0], service_s=1.0)])])
