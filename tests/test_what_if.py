@@ -272,7 +272,8 @@ def compiled() -> int:
 def test_nothing_is_left_to_compile_after_the_warm_up() -> None:
     """``python -m eval.report.what_if`` compiles ahead: a question that needs more would show here."""
     code = (
-        "from tests.test_what_if import *; from eval.report.what_if.ask import warm_up; warm_up(Setting()); before = compiled(); "
+        "from tests.test_what_if import *; from eval.report.what_if.ask import warm_up; "
+        "warm_up(Setting()); before = compiled(); "
         "found = asked(simulated_run(0.7)); print(before, compiled(), len(found.answers))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
