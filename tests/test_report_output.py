@@ -8,6 +8,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,10 +17,15 @@ from rich.console import Console
 
 from agentserve.cli.report import command
 from eval.report import Report, render_terminal, summarize
+from eval.report.advice import advice
 from eval.report.figures.timeline import running
 from eval.report.html import render_html
+from eval.report.markdown import render_markdown
 from eval.report.schema import SCHEMA_VERSION, AuditLine
+from eval.report.schema_causes import EvictionRow, LargestCause
+from eval.report.schema_what_if import Answer, WhatIf
 from eval.report.text import shortened
+from radix_cache.attribution.causes import TITLES, Cause
 from tests.test_report_summary import FINISHED, SMALL, header, record
 from traces.replay.record import RequestRecord, RunEvent, RunHeader
 
@@ -302,3 +308,70 @@ def test_resumed_run_tells_of_retried_requests(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(run), "--json", "-", "--no-html"])
     [note] = json.loads(result.stdout)["notes"]
     assert note.startswith("1 requests failed")
+
+
+def told(cause: Cause, tokens: int = 500, kind: str = "gap", **more: Any) -> Report:
+    """A report whose largest loss is of one cause."""
+    report = summarize(header(), SMALL, FINISHED)
+    assert report.attribution is not None
+    largest = LargestCause.model_validate({"kind": kind, "cause": cause, "title": TITLES[cause], "tokens": tokens})
+    why = report.attribution.model_copy(update={"largest": largest, **more})
+    return report.model_copy(update={"attribution": why})
+
+
+@pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.OVERTAKEN])
+def test_every_cause_has_something_to_do(cause: Cause) -> None:
+    first, second = advice(told(cause))
+    assert TITLES[cause] in first
+    assert "500 tokens, " in first
+    assert second.startswith("What to do: ")
+    assert second.endswith(".")
+
+
+def test_the_answer_names_victims_and_what_would_help() -> None:
+    rows = [
+        EvictionRow(cause="evicted", by="growth", by_title="growing", victim="ended", victim_title="over", tokens=n)
+        for n in (1, 499)
+    ]
+    report = told(Cause.EVICTED, evictions=rows)
+    base: dict[str, Any] = {
+        "policy": "lru",
+        "admission": "none",
+        "host_tokens": 0,
+        "rate": 0.5,
+        "saved_tokens": 1,
+        "worth_tokens": None,
+        "worth_bytes": None,
+        "start_wait_s": 0.0,
+        "rejected": 0,
+    }
+    found = WhatIf(
+        definition="-", source="cache events", source_text="-", requests=2, left_out_requests=0, sessions=1,
+        policy="lru", policy_text="-", capacity_tokens=100, bytes_per_token=None, live_tokens=1.0, theoretical_rate=0.9,
+        simulated_rate=0.4, realized_rate=0.4, curve=[], left_out=[], notes=[],
+        answers=[
+            Answer(key="a", question="a gate", capacity_tokens=100, more_bytes=0, difference=0.02, **base),
+            Answer(key="b", question="twice", capacity_tokens=200, more_bytes=None, difference=0.3, **base),
+            Answer(key="c", question="an oracle", capacity_tokens=100, more_bytes=0, difference=0.5,
+                   **{**base, "policy": "belady"}),
+        ],
+    )  # fmt: skip
+    said = advice(report.model_copy(update={"what_if": found}))
+    assert "mostly for growing; the victim was over" in said[0]
+    assert said[2] == "By the simulator: a gate +2.00 points; twice +30.00 points for 100 tokens."
+    far = found.model_copy(update={"simulated_rate": 0.3})
+    assert "(it is -10.00 points off" in advice(report.model_copy(update={"what_if": far}))[2]
+    out = io.StringIO()
+    render_terminal(report, Console(file=out, width=100))
+    shown = out.getvalue()
+    assert shown.count("Largest cause: evicted") == 2  # first screen and last lines
+    assert "Largest cause: evicted" in Page(render_html(report, SMALL)).text
+    assert "- Largest cause: evicted" in render_markdown(report)
+
+
+def test_no_advice_where_nothing_was_lost() -> None:
+    report = told(Cause.EVICTED)
+    assert report.attribution is not None
+    whole = report.attribution.model_copy(update={"largest": None})
+    assert advice(report.model_copy(update={"attribution": whole})) == ["Nothing was lost: there is nothing to do."]
+    assert advice(report.model_copy(update={"attribution": None})) == []

@@ -83,7 +83,7 @@ def main(out: Path, widths: tuple[int, ...], run: Path | None, warm: float) -> N
         "kv.capacity_tokens": CAPACITY,
         "radix.policy": "gittins",
         "radix.admission": "gate:1.3",
-        "kv_events": f"tcp://127.0.0.1:{free_port()}",
+        "kv_events": f"tcp://*:{free_port()}",
     }
     try:
         with tempfile.TemporaryDirectory() as folder, tiny_server(settings) as server:

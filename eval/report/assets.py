@@ -20,6 +20,7 @@ h1 { font-size: 1.45rem; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 1.12rem; margin: 36px 0 8px; }
 p { margin: 4px 0; }
 .dim, figcaption, .def { color: var(--dim); font-size: .87rem; overflow-wrap: anywhere; }
+.answer { font-size: 1.05rem; margin: 8px 0 12px; }
 .banner { border: 1px solid var(--warn); border-left-width: 6px;
   background: var(--warn-bg); color: var(--warn);
   border-radius: 6px; padding: 10px 14px; margin: 16px 0; font-weight: 600; }

@@ -14,6 +14,7 @@ import plotly.io
 from plotly.offline import get_plotlyjs
 
 from eval.report import html_causes, html_what_if
+from eval.report.advice import advice
 from eval.report.assets import CONTENT_POLICY, CSS, JS
 from eval.report.figures import Figure, figures
 from eval.report.markup import table, text
@@ -116,6 +117,7 @@ def _head(report: Report) -> str:
     tiles.append(("gap", f"points, ideal to {chain.end_key}", points(-chain.gap_tokens / chain.prompt_tokens)))
     return (
         f"<h1>{text(headline(report))}</h1>"
+        f'<div class="answer">{"".join(f"<p>{text(line)}</p>" for line in advice(report))}</div>'
         f'<p class="dim">Run {text(report.run.run_id)} · {text(report.data_set.line)}</p>'
         f'<p class="dim">{text(progress(done))}</p>'
         + (f'<p class="banner" role="alert">{text(done.banner)}</p>' if done.banner else "")

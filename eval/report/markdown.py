@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from eval.report.advice import advice
 from eval.report.schema import Report
 from eval.report.schema_causes import AttributionReport
 from eval.report.schema_what_if import WhatIf
@@ -36,6 +37,7 @@ def render_markdown(report: Report) -> str:
     """Everything that people argue about; all rows are in the JSON."""
     parts = [
         f"# {headline(report)}",
+        "\n".join(f"- {plain(line)}" for line in advice(report)),
         f"Run {plain(report.run.run_id)}. {plain(report.data_set.line)}",
         plain(progress(report.completeness)),
         "" if report.completeness.banner is None else f"> **{plain(report.completeness.banner)}**",

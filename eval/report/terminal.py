@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from eval.report.advice import advice
 from eval.report.rich_table import plain_table
 from eval.report.schema import Report
 from eval.report.terminal_causes import render_causes
@@ -53,7 +54,7 @@ def render_terminal(report: Report, console: Console) -> None:
     console.print(Text(progress(done)))
     if done.banner:
         console.print(Panel(Text(done.banner, style="bold"), border_style="red", title="Incomplete run"))
-    console.print(Text(headline(report), style="bold green"))
+    _answer(report, console)
     console.print(_rates(report))
     if report.attribution is None:
         console.print(_chain(report))
@@ -74,6 +75,13 @@ def render_terminal(report: Report, console: Console) -> None:
         console.print(_errors(report))
     for note in report.notes:
         console.print(Text.assemble(("Note: ", "bold yellow"), printable(note)))
+    _answer(report, console)  # once more: the first screen has scrolled away
+
+
+def _answer(report: Report, console: Console) -> None:
+    console.print(Text(headline(report), style="bold green"))
+    for line in advice(report):
+        console.print(Text(printable(line)))
 
 
 def _audit(report: Report) -> Table:

@@ -9,6 +9,7 @@ from eval.report.text import count, percent, points, seconds
 
 TITLE = "What another cache would have brought"
 COLUMNS = ("question", "hit rate", "points", "computed less", "more memory", "worth memory")
+UNLIKE = 0.02  # a simulated rate this far from the server's is a doubt
 _NO_CHANGE = 5e-5  # half of what two decimals of a percentage show
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.report.schema_what_if import Answer, CurvePoint, WhatIf
+from eval.report.text_what_if import UNLIKE
 from eval.report.what_if.workload import RunWorkload, workload_of_run
 from radix_cache.eviction import eviction_policy
 from radix_cache.simulator import FlowSpec, Outcome, Service, Setting, TurnSpec, Workload, WorkloadBuilder, simulate
@@ -25,7 +26,6 @@ OF_LIVE = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # cache sizes, as multiples of
 OF_OWN = (1.25, 1.5, 2.0)  # and of this run's own
 ALIKE = 0.04  # sizes that differ by less are one
 SATURATED = 5e-4  # a cache of which no larger one brings more than this
-UNLIKE = 0.02  # a simulated rate this far from the server's is a doubt
 
 DEFINITION = (
     "Simulated on this run's own requests: sessions in the order in which they began, as many at once, each turn after"
