@@ -52,6 +52,12 @@ class DeadlineFuture:
         self._may_give_up = may_give_up
         self._gone = gone
         self._clock = clock
+        self._since = clock()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it was asked for."""
+        return self._clock() - self._since
 
     @property
     def given_up(self) -> bool:

@@ -24,6 +24,7 @@ from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
 from agentserve.launch.daemon import Daemon, daemon_plan
 from agentserve.launch.host import free_port
+from eval.bench.offload_rig import locks
 from offload.daemon import DaemonSpec
 from offload.settings import OffloadError, OffloadSettings
 from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, slack, tensors, tokens_of, wait_until
@@ -104,6 +105,43 @@ def test_a_long_step_or_a_long_queue_makes_no_lookup_late(bench: Lab) -> None:
     assert bench.connector.online
     for request in (queued, polled):
         bench.connector.finish_request(request.rid)
+
+
+def nothing_is_held(daemon: Daemon) -> bool:
+    return not any(locks(daemon).values())
+
+
+def test_no_read_lock_stays_with_the_daemon_whatever_became_of_the_request(bench: Lab, daemon: Daemon) -> None:
+    ids, _ = stored(bench)
+    wait_until(lambda: nothing_is_held(daemon), 10)
+    abort = bench.cache.release_aborted_request
+    # Aborted before the answer was looked for, and with locks in hand.
+    abort(bench.request("unread", ids).cache_request_handle)
+    found = bench.request("found", ids)
+    assert bench.found(found) == 1024
+    assert locks(daemon)["read_locked_count"] > 0
+    abort(found.cache_request_handle)
+    wait_until(lambda: nothing_is_held(daemon), 10)
+
+    # Given up, aborted, found and never loaded, and loaded too late, all while the daemon is frozen.
+    unloaded, late = bench.request("unloaded", ids), bench.request("late", ids)
+    assert bench.found(unloaded) == bench.found(late) == 1024
+    with frozen(daemon):
+        given_up, aborted = bench.request("given up", ids), bench.request("aborted", ids)
+        abort(aborted.cache_request_handle)
+        assert bench.load(late) is None
+        assert bench.found(given_up) == 0
+        abort(unloaded.cache_request_handle)
+        for request in (given_up, late):
+            bench.connector.finish_request(request.rid)
+        assert all(bench.connector.owes(r.rid) for r in (given_up, aborted, unloaded, late))
+    back_online(bench)
+    wait_until(lambda: nothing_is_held(daemon), 30)
+    wait_until(lambda: not len(bench.connector._owed), 10)
+    assert bench.found(bench.request("given up", ids)) == 1024
+    bench.connector.finish_request("given up")
+    wait_until(lambda: bench.cache._quarantine.ready() != 0, 60)
+    bench.cache.check_hicache_events()
 
 
 def test_a_drafts_keys_and_values_belong_to_a_prefix(

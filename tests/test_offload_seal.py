@@ -18,6 +18,7 @@ import torch
 from offload.daemon import DaemonSpec, daemon_command, redis_adapter
 from offload.fingerprint import FingerprintError, fingerprint
 from offload.guard import DeadlineFuture, Health, Held, Quarantine, Refused
+from offload.owed import Asked, Due, OwedLocks
 from offload.processes import dead, listener
 from offload.seal import Sealer, new_seals, pages_of
 from offload.segments import clear_stale_segments, stale_segments
@@ -190,6 +191,35 @@ def test_quarantine_frees_in_order_and_only_what_nobody_can_write_to() -> None:
     dead[0] = True
     assert held.release(held.ready()) == ["c"]
     assert len(held) == 0
+
+
+def test_locks_are_given_back_once_in_time_and_after_the_answers_they_build_on() -> None:
+    now, dead = [0.0], [False]
+    owed = OwedLocks(free_within_s=10, remembered=2, clock=lambda: now[0])
+    lookup, store, unlock = Answer(), Answer(), Answer()
+    assert Asked(0.0, lambda: False).clear
+    assert not Asked(0.0, lambda: False, key="k").clear
+    owed.add("lost", Asked(0.0, lambda: dead[0], after=[Answer()]))
+    owed.add("lookup", Asked(0.0, lambda: False, "key", [lookup]))
+    owed.add("store", Asked(4.0, lambda: dead[0], after=[store]))
+    assert "lost" not in owed  # the oldest, beyond what is remembered
+    assert owed.due() == []
+    lookup.done = True
+    assert owed.due() == owed.due() == [Due("lookup", "key")]
+    owed.unlocking("lookup", unlock)
+    assert owed.due() == []  # never a second unlock
+    unlock.done = True
+    assert owed.due() == [Due("lookup", None)]
+    owed.done("lookup")
+    assert "lookup" not in owed
+    # Too late to unlock: the locks have ended by themselves, and others may be in their place.
+    owed.add("old", Asked(0.0, lambda: False, "key", [Answer()]))
+    now[0] = 10.5
+    assert owed.due() == [Due("old", None)]
+    dead[0] = True
+    assert owed.due() == [Due("old", None)]
+    assert "store" not in owed
+    assert len(owed) == 1
 
 
 def test_refused_pages_are_tried_again_after_a_while() -> None:

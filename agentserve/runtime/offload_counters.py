@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class OffloadCounters:
     """Prometheus counters of one rank; all calls are no-ops where ``enabled`` is false.
@@ -12,14 +14,16 @@ class OffloadCounters:
     Args:
         rank: tensor-parallel rank, a label of every number.
         enabled: whether SGLang was started with metrics.
+        deadlines: seconds after which a lookup, a load or a store is given up. They and a second more are bounds of
+            the histogram, so that a scrape says exactly how many took longer.
     """
 
-    def __init__(self, rank: int, *, enabled: bool) -> None:
+    def __init__(self, rank: int, *, enabled: bool, deadlines: Iterable[float] = ()) -> None:
         self._rank = str(rank)
         self._enabled = enabled
         if not enabled:
             return
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         self._tokens = Counter(
             "agentserve_offload_tokens",
@@ -39,6 +43,14 @@ class OffloadCounters:
             ["outcome", "rank"],
         )
         self._seconds = Counter("agentserve_offload_seconds", "Seconds the scheduler waited.", ["wait", "rank"])
+        bounds = {0.01, 0.05, 0.25, 1.0}.union(*({deadline, deadline + 0.25, deadline + 1} for deadline in deadlines))
+        self._waits = Histogram(
+            "agentserve_offload_wait_seconds",
+            "How long a request waited for a lookup (other requests go on) or a load (none does), and how long stored "
+            "tokens could not be evicted (store).",
+            ["wait", "rank"],
+            buckets=sorted(bounds),
+        )
         self._online = Gauge(
             "agentserve_offload_online", "Whether the daemon is in use.", ["rank"], multiprocess_mode="livemin"
         )
@@ -59,6 +71,11 @@ class OffloadCounters:
     def waited(self, wait: str, seconds: float) -> None:
         if self._enabled:
             self._seconds.labels(wait, self._rank).inc(seconds)
+
+    def took(self, wait: str, seconds: float) -> None:
+        """A lookup, a load or a store is over."""
+        if self._enabled:
+            self._waits.labels(wait, self._rank).observe(seconds)
 
     def online(self, now: bool) -> None:
         if self._enabled:

@@ -38,7 +38,9 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
             params.tree_core_backend = "python"  # the Rust core hands out no nodes, and events are made of them
         super().__init__(params, **kwargs)
         connector = self.lmcache_connector
-        connector.counters = OffloadCounters(kwargs["tp_rank"], enabled=params.enable_metrics)
+        connector.counters = OffloadCounters(
+            kwargs["tp_rank"], enabled=params.enable_metrics, deadlines=connector.deadlines
+        )
         connector.counters.online(connector.online)
 
     def _start_external_load(self, flow: Any, req: Any) -> int | None:

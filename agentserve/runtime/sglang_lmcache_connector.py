@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,8 +20,8 @@ from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation,
 
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
+from agentserve.runtime.sglang_lmcache_locks import LockConnector
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of, state_name
-from agentserve.runtime.sglang_lmcache_ranks import RankConnector
 from offload.guard import DeadlineFuture, Health, Refused
 from offload.processes import dead, listener
 from offload.seal import Sealer, pages_of
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.05  # how often a waiting load looks whether the daemon was lost meanwhile
 _ANSWER_S = 0.2  # how long a lookup that is late is asked after once more
-_MAX_UNENDED = 4096
 
 
 class LoadAbandoned(BaseException):
@@ -43,7 +41,7 @@ class LoadAbandoned(BaseException):
     """
 
 
-class GuardedConnector(RankConnector):
+class GuardedConnector(LockConnector):
     """Takes upstream's arguments. It starts without a daemon, too, and uses it once it is there."""
 
     def __init__(self, *, model_config: Any, token_to_kv_pool_allocator: Any, **kwargs: Any) -> None:
@@ -56,9 +54,8 @@ class GuardedConnector(RankConnector):
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._sealer: Sealer | None = None
         self._refused = Refused()
-        self._lookup_deadlines: dict[str, float] = {}
+        self._polled_since: dict[str, float] = {}
         self._given_up: dict[str, str] = {}  # lookups given up here, not yet on all ranks -> why
-        self._unended: deque[str] = deque(maxlen=_MAX_UNENDED)  # sessions to end once the daemon is back
         self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
         self._model_config = model_config
         super().__init__(
@@ -113,8 +110,6 @@ class GuardedConnector(RankConnector):
         self._registered = False
         super().register_kv_cache()
         self._daemon = listener(int(self.server_url.rpartition(":")[2]))
-        while self._unended:
-            self._track_control_future(self._req_client.end_session(self._unended.popleft()))
         self._health.note_registered()
         self.counters.online(True)
         logger.info("LMCache daemon at %s is in use", self.server_url)
@@ -128,6 +123,7 @@ class GuardedConnector(RankConnector):
                 if not self._health.online:
                     self._connect()
                     complained = False
+                self.settle_owed()
             except Exception as error:
                 self._trouble(f"no sign of life: {error}")
                 if isinstance(error, OffloadError) and not complained:
@@ -163,6 +159,11 @@ class GuardedConnector(RankConnector):
         """Upstream's heartbeat only logs; ``_watch`` takes its place."""
 
     @property
+    def deadlines(self) -> tuple[float, float, float]:
+        """Seconds after which a lookup, a load and a store are given up."""
+        return self._offload.lookup_deadline, self._offload.load_deadline, self._offload.store_deadline
+
+    @property
     def operation_timeout(self) -> float:
         return self._offload.load_deadline  # a flush waits this long for what is in flight
 
@@ -171,7 +172,8 @@ class GuardedConnector(RankConnector):
     def submit_lookup(
         self, request_id: str, token_ids: list[int], *, local_hit_tokens: int, cache_salt: str
     ) -> LMCacheLookupOperation:
-        if not self.all_online():
+        # A request that comes back while its locks are still owed: the daemon knows one lookup a name.
+        if not self._sync_success(self._health.online and not self.owes(request_id)):
             self.counters.lookup("offline")
             note_lookup(request_id, "offline")
             operation = LMCacheLookupOperation(
@@ -187,19 +189,22 @@ class GuardedConnector(RankConnector):
         name = operation.request_id
         # From the first poll: until then the request waited for something else.
         now = time.monotonic()
-        late = now >= self._lookup_deadlines.setdefault(name, now + self._offload.lookup_deadline)
+        first = self._polled_since.setdefault(name, now)
+        late = now >= first + self._offload.lookup_deadline
         if (
             self.is_lookup_leader
             and not self.answered(name)
             and (not self._health.online or (late and not self.answer_is_there(operation, _ANSWER_S)))
         ):
+            self.owe_lookup(operation)
             operation.submission_future = None  # upstream reads this as a miss
             self._given_up[name] = "late" if late else "offline"
             if late:
                 self._trouble("a lookup was not answered in time")
         hit = super().poll_lookup(operation)
         if hit is not None:
-            self._lookup_deadlines.pop(name, None)
+            self._polled_since.pop(name, None)
+            self.counters.took("lookup", time.monotonic() - first)
             outcome = self._given_up.pop(name, "hit" if hit else "miss")
             self.counters.lookup(outcome)
             note_lookup(name, outcome, hit)
@@ -232,11 +237,11 @@ class GuardedConnector(RankConnector):
         if success and self._sealer is not None:
             success = self._sync_success(self._verified(operation, stream))
         self.counters.waited("load", time.monotonic() - started)
+        self.counters.took("load", time.monotonic() - started)
         if success:
             self.counters.tokens("restored", tokens)
             note_load(operation.request_id, "restored")
             return True
-        operation.lookup.locks_held = False
         operation.result = False
         self._cleanup_lookup_result(operation.lookup)
         raise LoadAbandoned
@@ -315,6 +320,7 @@ class GuardedConnector(RankConnector):
         )
         if operation is not None:
             gone = self.daemon_gone()
+            self.outstanding(request_id, operation.future)  # a store that is late begins its session anew
             operation.future = DeadlineFuture(
                 operation.future,
                 time.monotonic() + self._offload.store_deadline,
@@ -327,6 +333,8 @@ class GuardedConnector(RankConnector):
 
     def complete_store(self, operation: Any, *, synchronize: bool = True) -> bool:
         success = bool(super().complete_store(operation, synchronize=synchronize))
+        if isinstance(operation.future, DeadlineFuture):
+            self.counters.took("store", operation.future.waited_s)
         self.counters.tokens("stored" if success else "abandoned", operation.end - operation.start)
         if not success:
             self._trouble("a store failed or was late")
@@ -335,17 +343,15 @@ class GuardedConnector(RankConnector):
     # --- ends
 
     def end_session(self, request_id: str) -> None:
-        self._lookup_deadlines.pop(request_id, None)
+        self._polled_since.pop(request_id, None)
         self._given_up.pop(request_id, None)
-        if not self._health.online and request_id in self._active_sessions:
-            # Its read locks are freed when the daemon is back; a restarted one has none.
-            self._active_sessions.discard(request_id)
-            if self.is_lookup_leader:
-                self._unended.append(request_id)
         super().end_session(request_id)
 
     def close(self) -> None:
-        if not self._health.online:
+        if self._health.online:
+            self.end_all_sessions()
+            self.settle_owed()
+        else:
             self._registered = False
             self._active_sessions.clear()
             self._control_futures.clear()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from agentserve.launch.daemon import Daemon
-from eval.bench.offload_rig import wait_until
+from eval.bench.offload_rig import locks, wait_until
 from offload.settings import OffloadSettings
 from tests.offload_lab import Lab, fill, rows, same, tokens_of
 
@@ -32,20 +32,28 @@ class Row:
         now: what happened, in words that the checks of this row bear out.
         waited_s: seconds that the request waited for offload; None where no request is concerned.
         limit_s: its deadline plus 1 s.
-        right: whether nothing wrong was returned, and slots and locks came back.
+        checks: what had to be so, and was or was not: nothing wrong was returned, slots and locks came back.
         resumed_s: seconds from the end of the fault until the tier gave a hit again; None where it never stopped.
+        stores_failed: stores that the daemon, back again, did not take within their deadline until then.
     """
 
     case: str
     now: str
     waited_s: float | None
     limit_s: float | None
-    right: bool
+    checks: dict[str, bool]
     resumed_s: float | None = None
+    stores_failed: int = 0
 
     @property
     def good(self) -> bool:
-        return self.right and (self.waited_s is None or self.limit_s is None or self.waited_s <= self.limit_s)
+        return all(self.checks.values()) and (
+            self.waited_s is None or self.limit_s is None or self.waited_s <= self.limit_s
+        )
+
+
+class NotStoredError(RuntimeError):
+    """The daemon did not take a store within its deadline."""
 
 
 class Bed:
@@ -54,13 +62,14 @@ class Bed:
     def __init__(self, bench: Lab, running: Daemon) -> None:
         self.lab, self.daemon = bench, running
         self._seed = time.monotonic_ns()
+        self.stores_failed = 0  # while it waited for hits again
 
     def prompt(self, length: int = LENGTH) -> list[int]:
         self._seed += 1
         return tokens_of(self._seed, length)
 
     def stored(self) -> tuple[list[int], list[torch.Tensor]]:
-        """A new prompt whose state the daemon has, and what its slots held. Raises RuntimeError."""
+        """A new prompt whose state the daemon has, and what its slots held. Raises NotStoredError."""
         wait_until(lambda: bool(self.lab.connector.online), RESUME_S, "the daemon is used")
         ids = self.prompt()
         slots = self.lab.take(LENGTH)
@@ -68,7 +77,7 @@ class Bed:
         done = self.lab.store(f"store-{self._seed}", ids, slots, wait_s=60)
         self.lab.allocator.free(slots)
         if not done:
-            raise RuntimeError("the daemon did not store a prompt")
+            raise NotStoredError("the daemon did not store a prompt")
         fill(self.lab.pool, self._seed % 1000)
         return ids, held
 
@@ -92,11 +101,27 @@ class Bed:
     def resumed(self) -> float:
         """Seconds until a newly stored prompt is hit again."""
         started = time.monotonic()
-        while not self.hit(*self.stored()):
+        self.stores_failed = 0
+        while True:
+            try:
+                if self.hit(*self.stored()):
+                    return time.monotonic() - started
+            except NotStoredError:
+                self.stores_failed += 1
             if time.monotonic() - started > RESUME_S:
                 raise RuntimeError("no hits again")
             time.sleep(0.5)
-        return time.monotonic() - started
+
+    def nothing_locked(self) -> bool:
+        """Whether the daemon has no lock, session or lookup left a little after all requests have ended."""
+        for name in [*self.lab.cache._external_flows, *self.lab.connector._active_sessions]:
+            self.lab.cache._external_flows.pop(name, None)
+            self.lab.connector.finish_request(name)
+        try:
+            wait_until(lambda: not any(locks(self.daemon).values()), 30, "no locks")
+        except RuntimeError:
+            return False
+        return True
 
     def all_free(self, total: int) -> bool:
         """Whether all slots come back, once nobody can write to them any more."""

@@ -2,7 +2,10 @@
 
 The tiny M3 on SGLang replays the same sessions four times: with memory for half and for all of the mean live contexts,
 each time with LMCache behind it and without. Nothing else differs. Beside the rates stand where the hits came from,
-what a cache that never evicts would have hit, that all four gave the same answers, and that no page was refused.
+what a cache that never evicts would have hit, that all four gave the same answers, and that no page was refused. Then
+a server takes prompts of 8,000 tokens computed, restored and from its own cache (as ``eval.bench.offload_restore``).
+
+FILE keeps the replays that are done: call it again with the same options to go on.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import httpx
 from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.launch.host import free_port
 from agentserve.launch.tiny import tiny_server
-from eval.bench.offload_restore import counted
+from eval.bench.offload_restore import counted, measure
 from eval.bench.prediction_live import contexts_of
 from radix_cache.rates import hit_tokens
 from traces.replay.config import ReplayConfig
@@ -29,7 +32,7 @@ from traces.replay.record import RequestRecord
 from traces.replay.run import replay
 from traces.replay.store import read_run
 
-TRACE = "generated:preset=tiny,sessions=10,seed=5,block_size=64"
+TRACE = "generated:preset=tiny,sessions=8,seed=5,block_size=64"
 PAGE = 128
 
 
@@ -82,49 +85,87 @@ def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool
     return {"capacity_tokens": capacity, **rates(records), "offload_tokens": tokens}, answers_of(records)
 
 
+def gain(without: dict[str, Any], with_tier: dict[str, Any]) -> dict[str, float]:
+    """What the host tier brought between two replays that differ in nothing else."""
+    return {
+        "points_of_hit_rate": round(100 * (with_tier["hit_rate"] - without["hit_rate"]), 2),
+        "recomputed_tokens_less": round(1 - (1 - with_tier["hit_rate"]) / (1 - without["hit_rate"]), 4),
+        "of_what_eviction_lost": round(
+            (with_tier["hit_rate"] - without["hit_rate"]) / (without["never_evicting_hit_rate"] - without["hit_rate"]),
+            4,
+        ),
+    }
+
+
+def conclude(result: dict[str, Any]) -> bool:
+    """Add the gains and whether all answers agree; true where they do, nothing was refused and restores were exact."""
+    runs, result["gain"] = result["runs"], {}
+    pairs: dict[str, dict[bool, dict[str, Any]]] = {}
+    for run in runs.values():
+        pairs.setdefault(f"{run['capacity']:g}", {})[run["host_tier"]] = run
+    for capacity, pair in pairs.items():
+        result["gain"][capacity] = gain(pair[False], pair[True])
+    answers = [run["answers"] for run in runs.values()]
+    first = answers[0]
+    differing = {key for one in answers for key in one.keys() | first.keys() if one.get(key) != first.get(key)}
+    result["answers_compared"], result["differing_answers"] = len(first), len(differing)
+    refused = sum(run["offload_tokens"].get("refused", 0) for run in runs.values())
+    exact = result["prefix_of_8000"]["restored_equals_device_bit_for_bit"]
+    return bool(first) and not differing and not refused and exact
+
+
+def save(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 @click.command(context_settings={"show_default": True})
 @click.argument("trace", default=TRACE)
-@click.option("--out", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
+@click.option("--out", "out", type=click.Path(path_type=Path, dir_okay=False), help="JSON; kept and added to.")
 @click.option("--capacity", "capacities", multiple=True, default=(0.5, 1.0), help="Memory over the live contexts.")
+@click.option("--rounds", default=2, help="Prompts of 8,000 tokens.")
 @click.option("--concurrency", default=6, help="Sessions active at once.")
 @click.option("--sessions", type=int)
-@click.option("--max-turns", default=8)
+@click.option("--max-turns", default=6)
 @click.option("--max-output", default=4)
 @click.option("--max-context", default=3000)
 @click.option("--tokens-per-block", type=int, help="Reduce the trace's blocks to this many tokens.")
 @click.option("--think", default="scaled:0.1,capped:4")
-def main(trace: str, out: Path | None, capacities: Sequence[float], **settings: Any) -> None:
-    """Run the four servers and print what came of each; exit code 1 when answers differ or a page was refused."""
-    result: dict[str, Any] = {
-        "command": "python -m eval.bench.offload_gain", "trace": Path(trace).name, **settings, "runs": {}, "gain": {},
-    }  # fmt: skip
-    kept: list[Any] = []
+def main(trace: str, out: Path | None, capacities: Sequence[float], rounds: int, **settings: Any) -> None:
+    """Run the servers and print what came of each; exit code 1 when answers differ or a page was refused."""
+    asked = {"command": "python -m eval.bench.offload_gain", "trace": Path(trace).name, **settings}
+    result: dict[str, Any] = {**asked, "runs": {}}
+    if out is not None and out.exists():
+        result = json.loads(out.read_text())
+        if any(result[name] != value for name, value in asked.items()):
+            raise click.UsageError(f"{out} holds runs with other options: give another --out, or remove it")
     with tempfile.TemporaryDirectory(prefix="offload-gain-") as folder:
         checkpoint = write_tiny_checkpoint(Path(folder) / "m3")
         contexts = contexts_of(ReplayConfig(trace=trace, out=Path(folder), **settings))
         for ratio in capacities:
-            capacity = int(ratio * contexts) // PAGE * PAGE
             for offload in (False, True):
                 name = f"{ratio:g} of the live contexts, {'with' if offload else 'without'} the host tier"
+                if name in result["runs"]:
+                    continue
                 config = ReplayConfig(trace=trace, out=Path(folder) / f"{ratio:g}-{offload}", **settings)
                 click.echo(f"{name} ...", err=True)
-                result["runs"][name], answers = live(config, capacity, checkpoint, offload=offload)
-                kept.append(answers)
-            without, with_tier = list(result["runs"].values())[-2:]
-            result["gain"][f"{ratio:g}"] = {
-                "points_of_hit_rate": round(100 * (with_tier["hit_rate"] - without["hit_rate"]), 2),
-                "recomputed_tokens_less": round(1 - (1 - with_tier["hit_rate"]) / (1 - without["hit_rate"]), 4),
-            }
-    differing = {key for answers in kept for key in answers if answers[key] != kept[0].get(key)}
-    result["same_answers_in_all_runs"] = not differing and len(kept[0]) > 0
-    result["differing_answers"] = len(differing)
-    text = json.dumps(result, indent=1)
-    click.echo(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
-    refused = sum(run["offload_tokens"].get("refused", 0) for run in result["runs"].values())
-    sys.exit(0 if result["same_answers_in_all_runs"] and not refused else 1)
+                run, answers = live(config, int(ratio * contexts) // PAGE * PAGE, checkpoint, offload=offload)
+                digests = {"/".join(map(str, key)): (digest or "")[:8] for key, digest in answers.items()}
+                result["runs"][name] = {"capacity": ratio, "host_tier": offload, **run, "answers": digests}
+                save(result, out)
+        if "prefix_of_8000" not in result:
+            click.echo("8,000 tokens ...", err=True)
+            overrides = {"kv.capacity_tokens": 4 * 8192} | offload_overrides()
+            log = Path(folder) / "prefix.log"
+            with tiny_server(overrides, checkpoint=checkpoint, log=log) as server:
+                result["prefix_of_8000"] = measure(server.plan.url, rounds)
+    good = conclude(result)
+    save(result, out)
+    for run in result["runs"].values():
+        del run["answers"]  # long, and agreed upon above
+    click.echo(json.dumps(result, indent=1))
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

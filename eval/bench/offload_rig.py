@@ -145,9 +145,9 @@ def crawl(running: Daemon, seconds: float, *, stop_s: float = 0.2, run_s: float 
 
 
 def locks(running: Daemon) -> dict[str, int]:
-    """Locks and sessions that the daemon holds for its servers, from its own status."""
+    """Locks, sessions and lookups that the daemon holds for its servers, from its own status."""
     storage = httpx.get(f"{running.plan.url}/status", timeout=30, trust_env=False).json()
-    found = {"sessions": int(storage.get("active_sessions", 0))}
+    found = {"sessions": int(storage["active_sessions"]), "lookups": int(storage["active_prefetch_jobs"])}
     for name in ("read_locked_count", "write_locked_count"):
         found[name] = sum(_numbers(storage, name))
     return found
