@@ -12,18 +12,14 @@ The extrapolation to the whole model assumes that its 57 sparse layers cost what
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import random
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from eval.bench.index_reuse_server import DEEP, FEW_EXPERTS, REAL, TINY, BenchServer, Mode
+from eval.bench.gpu_frame import Record, options, out_file, prompt, take_turns
+from eval.bench.gpu_server import DEEP, FEW_EXPERTS, REAL, TINY
+from eval.bench.index_reuse_server import BenchServer, Mode
 from eval.bench.index_reuse_summary import compare, summary
 
 # Forth and back (the middle server has two turns), so that a drift of the machine meets every mode alike.
@@ -34,12 +30,6 @@ PARTS = {"time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED), "deep"
 SHAPES = {"deep": DEEP, "equality": FEW_EXPERTS}
 START_S = 17.0  # of a server that has imported everything and waits at its gate
 BATCHES = (1, 8)
-
-
-def prompt(length: int, seed: int, vocabulary: int) -> list[int]:
-    """Random tokens; the same for the same length and seed."""
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(2, vocabulary) for _ in range(length)]
 
 
 def check(server: BenchServer, prompts: list[list[int]], new_tokens: int, tail: int) -> dict[str, Any]:
@@ -63,63 +53,44 @@ def check(server: BenchServer, prompts: list[list[int]], new_tokens: int, tail: 
 
 
 class Bench:
-    """The plan, in one time budget; what was found is written after every server.
+    """The plan of a part.
 
     Args:
         part: of ``PARTS``.
-        budget_s: seconds for everything. What does not fit is left out and listed.
-        out: the JSON file.
+        record: where it goes, and how long everything may take.
+        cpu: the tiny M3 on a CPU.
+        freq: group size of the sharing modes.
+        ranks: GPUs to share the model.
     """
 
-    def __init__(self, part: str, *, budget_s: float, out: Path, cpu: bool, freq: int, ranks: int) -> None:
-        self._plan, self._end, self._deep = PARTS[part], time.monotonic() + budget_s, part == "deep"
-        self._out, self._cpu, self._freq, self._ranks = out, cpu, freq, ranks
+    def __init__(self, part: str, record: Record, *, cpu: bool, freq: int, ranks: int) -> None:
+        self._plan, self._deep, self._record = PARTS[part], part == "deep", record
+        self._cpu, self._freq, self._ranks = cpu, freq, ranks
         self._folder = Path(tempfile.mkdtemp(prefix="index-reuse-"))
         self._shape = TINY if cpu else SHAPES.get(part, REAL)
         self._lengths = (600, 900, 1400) if cpu else (8_000, 32_000, 120_000)
         self._new_tokens, self._paces = (33, 2) if cpu else (257, 3)
         self._turns_left = sum(self._turns(mode) for mode in self._plan)
-        self._started = 0
         self._checks: dict[str, Any] = {}
         self._cells: dict[str, dict[str, dict[str, Any]]] = {}
         self._known: dict[tuple[int, int], list[int]] = {}
-        self.result: dict[str, Any] = {
-            "command": "bash eval/bench/gpu_run.sh eval.bench.index_reuse_gpu " + shlex.join(sys.argv[1:]),
+        self._executed: dict[str, Any] = {}
+        record.found |= {
             "freq": freq, "ranks": ranks, "sparse_layers": self._shape.num_layers - self._shape.num_dense_layers,
-            "experts": self._shape.num_experts, "executed": {}, "log": [], "left_out": [],
+            "experts": self._shape.num_experts, "executed": self._executed,
         }  # fmt: skip
 
     def run(self) -> None:
         """Everything; raises what a server raises, with all found so far on disk."""
-        following: BenchServer | None = self._start(self._plan[0])
-        try:
-            for place, mode in enumerate(self._plan):
-                if following is None:
-                    self.result["left_out"].append(str(mode))
-                    continue
-                server, following = following, None
-                try:
-                    server.open_gate()
-                    server.wait_ready(self._left())
-                    self._note(f"{mode} ready")
-                    rest = len(self._plan) - place - 1
-                    if rest and self._left() > 45:
-                        following = self._start(self._plan[place + 1])  # imports meanwhile, and waits at its gate
-                    self._use(server, rest)
-                finally:
-                    server.stop()
-                    self._save()
-        finally:
-            if following is not None:
-                following.stop()
+        take_turns(self._plan, self._start, self._use, self._record, ahead_s=45, save=self._save)
 
     def _turns(self, mode: Mode) -> int:
         return 0 if not mode.fused else 2 if mode.name == "skipped" else 1
 
-    def _use(self, server: BenchServer, starts_left: int) -> None:
-        mode = server.mode
+    def _use(self, mode: Mode, server: BenchServer, place: int) -> None:
         if not mode.fused:
             self._checks[mode.name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
+            self._note_executed(server)
             return
         if self._deep:
             self._pace_only(server)
@@ -131,11 +102,11 @@ class Bench:
             server.flush()
             server.generate(self._prompts(length, count), 8)
         for _ in range(self._turns(mode)):
-            slice_s = (self._left() - START_S * starts_left - 6) / self._turns_left
+            starts_left = len(self._plan) - place - 1
+            slice_s = (self._record.left() - START_S * starts_left - 6) / self._turns_left
             self._turn(server, time.monotonic() + slice_s)
             self._turns_left -= 1
-        if mode.name != "off" and mode.name not in self.result["executed"]:
-            self.result["executed"][mode.name] = server.executed()
+        self._note_executed(server)
 
     def _pace_only(self, server: BenchServer) -> None:
         small, _, long = self._lengths
@@ -144,9 +115,13 @@ class Bench:
             cell = self._cell(server, length, count)
             for _ in range(4):
                 cell["per_token_s"].append(server.pace(self._prompts(length, count), self._new_tokens)[0])
-            self._note(f"{server.mode} {length}x{count}: {[round(s * 1e3, 4) for s in cell['per_token_s']]} ms")
-        if server.mode.name != "off" and server.mode.name not in self.result["executed"]:
-            self.result["executed"][server.mode.name] = server.executed()
+            self._record.note(f"{server.mode} {length}x{count}: {[round(s * 1e3, 4) for s in cell['per_token_s']]} ms")
+        self._note_executed(server)
+
+    def _note_executed(self, server: BenchServer) -> None:
+        """What a mode's first server counted."""
+        if server.mode.name != "off" and str(server.mode) not in self._executed:
+            self._executed[str(server.mode)] = server.executed()
 
     def _turn(self, server: BenchServer, until: float) -> None:
         small, middle, long = self._lengths
@@ -164,7 +139,7 @@ class Bench:
                 self._cell(server, length, count)["per_token_s"].append(seconds)
             found = self._cell(server, length, count)
             times = found["prefill_s"][-1], found["per_token_s"][-1] * 1e3
-            self._note(f"{server.mode} {length}x{count}: {times[0]:.3f} s, {times[1]:.3f} ms")
+            self._record.note(f"{server.mode} {length}x{count}: {times[0]:.3f} s, {times[1]:.3f} ms")
         more = (time.monotonic() - begin) / 2  # less than half of it was prefill
         for _ in range(3):
             if time.monotonic() + more > until:
@@ -183,10 +158,9 @@ class Bench:
         empty = {"prefill_s": [], "per_token_s": [], "cached_at_prefill": 0}
         return self._cells.setdefault(server.mode.name, {}).setdefault(f"{length}x{count}", empty)
 
-    def _start(self, mode: Mode) -> BenchServer:
-        self._started += 1
+    def _start(self, mode: Mode, place: int) -> BenchServer:
         return BenchServer(
-            self._folder / str(self._started),
+            self._folder / str(place),
             mode,
             freq=self._freq,
             cpu=self._cpu,
@@ -200,46 +174,28 @@ class Bench:
                 self._known[length, seed] = prompt(length, seed, self._shape.vocab_size)
         return [self._known[length, seed] for seed in range(count)]
 
-    def _left(self) -> float:
-        return self._end - time.monotonic()
-
-    def _note(self, text: str) -> None:
-        self.result["log"].append(f"{self._left():.0f} s left: {text}")
-        print(self.result["log"][-1], flush=True)
-
     def _save(self) -> None:
         layers, sparse = self._shape.num_layers, self._shape.num_layers - self._shape.num_dense_layers
-        report = {
-            **self.result,
-            "cells": summary(self._cells, layers=layers, sparse=sparse, freq=self._freq),
-            "seconds": self._cells,
-            "equality": compare(self._checks),
-        }
-        self._out.write_text(json.dumps(report))
+        self._record.save(
+            cells=summary(self._cells, layers=layers, sparse=sparse, freq=self._freq),
+            seconds=self._cells,
+            equality=compare(self._checks),
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, budget_s=500)
     parser.add_argument("--part", choices=PARTS, default="all", help="what to do")
-    parser.add_argument("--budget", type=float, default=500, help="seconds for everything")
     parser.add_argument("--freq", type=int, default=4, help="group size")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs to share the model")
-    parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
-    arguments = parser.parse_args()
-    out = Path(os.environ.get("OUT", ".")) / f"index-reuse-{arguments.part}.json"
-    bench = Bench(
-        arguments.part,
-        budget_s=arguments.budget,
-        out=out,
-        cpu=arguments.cpu,
-        freq=arguments.freq,
-        ranks=arguments.ranks,
+    chosen = parser.parse_args()
+    ranks = f"-tp{chosen.ranks}" if chosen.ranks > 1 else ""
+    record = Record(
+        "eval.bench.index_reuse_gpu", out_file(f"index-reuse-{chosen.part}{ranks}.json"), budget_s=chosen.budget
     )
     try:
-        bench.run()
+        Bench(chosen.part, record, cpu=chosen.cpu, freq=chosen.freq, ranks=chosen.ranks).run()
     finally:
-        if out.exists():
-            print(out.read_text())
+        record.show()
 
 
 if __name__ == "__main__":

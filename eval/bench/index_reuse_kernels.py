@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -22,8 +21,9 @@ from typing import Any
 
 import torch
 
-from eval.bench.index_reuse_gpu import prompt
-from eval.bench.index_reuse_server import DEEP, TINY, BenchServer, Mode
+from eval.bench.gpu_frame import out_file, prompt
+from eval.bench.gpu_server import DEEP, TINY
+from eval.bench.index_reuse_server import BenchServer, Mode
 
 MODES = (Mode("shared"), Mode("skipped", separate_store=True), Mode("skipped"))
 STEPS = 20
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
     parser.add_argument("--store-only", action="store_true", help="only the kernel, no server")
     arguments = parser.parse_args()
-    out = Path(os.environ.get("OUT", ".")) / "index-reuse-kernels.json"
+    out = out_file("index-reuse-kernels.json")
     result: dict[str, Any] = {
         "command": "bash eval/bench/gpu_run.sh eval.bench.index_reuse_kernels " + " ".join(sys.argv[1:])
     }

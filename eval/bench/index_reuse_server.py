@@ -1,40 +1,20 @@
-"""One server of the index-reuse benchmark: real SGLang, layers of MiniMax-M3's real shapes, random weights.
-
-Only the standard library is needed beside what SGLang itself needs: the machine with the GPU has little else.
-"""
+"""One server of the index-reuse benchmark: what it runs, the pace of its answers, and what it counted."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentserve.checkpoint.config import TinyM3Shape
 from agentserve.runtime.index_reuse import IndexReuse
-from eval.bench.index_reuse_weights import FUSE_VARIABLE, GATE_VARIABLE
+from eval.bench.gpu_server import REAL, TINY, GpuServer
+from eval.bench.index_reuse_weights import FUSE_VARIABLE
 
-# MiniMax-M3's published sizes; six of its 60 layers, which is what one GPU holds in bf16 beside the KV cache.
-REAL = TinyM3Shape(
-    hidden_size=6144, num_layers=6, num_dense_layers=1, num_heads=64, num_kv_heads=4, head_dim=128, rotary_dim=64,
-    num_experts=128, experts_per_token=4, expert_size=3072, dense_size=12288, num_index_heads=4, index_dim=128,
-    topk_blocks=16, vocab_size=200_064, max_position=524_288, dtype="bfloat16",
-)  # fmt: skip
-# The same attention in 24 sparse layers instead of five, with 16 experts a layer instead of 128 so that it fits: what a
-# layer saves is resolved 4.5 times better, and at batch 1 a step reads four experts of a layer either way.
-DEEP = replace(REAL, num_layers=25, num_experts=16)
-FEW_EXPERTS = replace(REAL, num_experts=16)  # loads in a fraction of the time, for what is no question of speed
-TINY = TinyM3Shape(dtype="float32")
 _COUNTER = re.compile(r'^agentserve_index_(\w+)_total\{layer="(\d+)",mode="(\w+)"\} (\S+)', re.MULTILINE)
 
 
@@ -61,7 +41,7 @@ class Mode:
         return {FUSE_VARIABLE: "1" if self.fused else "0", **({} if self.name == "off" else reuse.environment())}
 
 
-class BenchServer:
+class BenchServer(GpuServer):
     """A starting or running server.
 
     Args:
@@ -80,57 +60,11 @@ class BenchServer:
         folder.mkdir(parents=True)
         shape = shape or (TINY if cpu else REAL)
         (folder / "config.json").write_text(json.dumps(shape.hf_config(bos_id=0, eos_id=1)))
-        self.gate, self._log = folder / "gate", folder / "server.log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        options = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sleep-on-idle",
-                   "--max-total-tokens", "32768"] if cpu else [
-                   "--dtype", "bfloat16", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
-                   "--cuda-graph-bs-decode", "1", "8", "--context-length", "131072", "--mem-fraction-static", "0.86",
-                   "--max-total-tokens", "983040"]  # fmt: skip
-        if ranks > 1:  # our own all-reduce kernels would map memory by multicast, which not every machine allows
-            options += ["--tp-size", str(ranks), "--disable-custom-all-reduce"]
-        argv = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--load-format", "dummy",
-            "--page-size", "128", "--chunked-prefill-size", "8192", "--max-running-requests", "8", "--port", str(port),
-            "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics",
-            "--stream-interval", "4", *options,
+        options = ["--max-total-tokens", "32768"] if cpu else [
+            "--cuda-graph-bs-decode", "1", "8", "--mem-fraction-static", "0.86", "--max-total-tokens", "983040"
         ]  # fmt: skip
-        cpu_env = {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-        env = {**os.environ, **(cpu_env if cpu else {}), **mode.environment(freq), GATE_VARIABLE: str(self.gate)}
-        self._process = subprocess.Popen(
-            argv, env=env, stdout=self._log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-    def open_gate(self) -> None:
-        """The GPU is free: go on from importing to loading."""
-        self.gate.touch()
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Raise RuntimeError with the log's end when it does not answer in time."""
-        give_up = time.monotonic() + timeout_s
-        while time.monotonic() < give_up and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                    return
-            except OSError:
-                time.sleep(0.3)
-        tail = self._log.read_text(errors="replace")[-3000:]
-        raise RuntimeError(f"the {self.mode.name} server did not get ready; its last lines:\n{tail}")
-
-    def generate(self, prompts: list[list[int]], new_tokens: int, **options: Any) -> tuple[float, list[dict[str, Any]]]:
-        """Greedy generation of one batch; seconds and SGLang's answers."""
-        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({"input_ids": prompts, "sampling_params": sampling, **options}).encode()
-        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
-        begin = time.perf_counter()
-        with urllib.request.urlopen(request, timeout=300) as response:
-            payload = response.read()
-        seconds = time.perf_counter() - begin
-        answers: list[dict[str, Any]] = json.loads(payload)
-        return seconds, answers
+        options += ["--max-running-requests", "8", "--stream-interval", "4"]
+        super().__init__(folder, folder, options, mode.environment(freq), cpu=cpu, ranks=ranks, name=str(mode))
 
     def pace(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
         """Greedy generation of a batch; seconds per output token while all of it was decoding, and the tokens.
@@ -156,46 +90,18 @@ class BenchServer:
     def profile(self, folder: Path, steps: int) -> None:
         """Record what the device does in the next ``steps`` passes; SGLang writes ``*.json.gz`` into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
-        body = json.dumps(
-            {"output_dir": str(folder), "num_steps": steps, "activities": ["CPU" if self._cpu else "GPU"]}
-        ).encode()
-        request = urllib.request.Request(f"{self.url}/start_profile", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60):
-            pass
-
-    def flush(self) -> None:
-        """Empty the prefix cache. Refused while an answered request is still being put away, so asked again then."""
-        for attempt in range(20):
-            request = urllib.request.Request(f"{self.url}/flush_cache", b"")
-            try:
-                with urllib.request.urlopen(request, timeout=60):
-                    return
-            except urllib.error.HTTPError as error:
-                if error.code != 400 or attempt == 19:
-                    raise
-                time.sleep(0.1)
+        body = {"output_dir": str(folder), "num_steps": steps, "activities": ["CPU" if self._cpu else "GPU"]}
+        self.post("/start_profile", body, timeout_s=60)
 
     def executed(self) -> dict[str, dict[str, dict[str, int]]]:
         """Executed counters, ``{mode: {event: {layer: passes}}}``; empty where the server has no hooks of ours."""
         for _ in range(3):  # a pass publishes what an earlier one copied from the device, at most once a second
             time.sleep(1.05)
             self.generate([[1, 2, 3]], 2)
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            text = response.read().decode()
         counts: dict[str, dict[str, dict[str, int]]] = {}
-        for event, layer, mode, value in _COUNTER.findall(text):
+        for event, layer, mode, value in _COUNTER.findall(self.metrics()):
             counts.setdefault(mode, {}).setdefault(event, {})[layer] = int(float(value))
         return counts
-
-    def stop(self) -> None:
-        """End it with all its processes and wait until the GPU's memory is free again."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it has nothing to save, and the next one waits
-            self._process.wait(8)
-        for _ in range(60):
-            if _gpu_megabytes() < 8_000:
-                return
-            time.sleep(0.5)
 
 
 def pace_of(arrivals: Mapping[int, Sequence[tuple[float, int]]]) -> float:
@@ -215,12 +121,3 @@ def pace_of(arrivals: Mapping[int, Sequence[tuple[float, int]]]) -> float:
         raise ValueError("the answers of the batch hardly overlap; ask for more tokens")
     (begin, before), (end, after) = shared[0], shared[-1]
     return (end - begin) / (after - before)
-
-
-def _gpu_megabytes() -> int:
-    try:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        query += ["-i", devices] if (devices := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
-        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, subprocess.CalledProcessError):
-        return 0

@@ -6,40 +6,29 @@ pool through CUDA IPC. Each round takes a new prompt of each length through all 
 to the first token stand the bytes that a restore moves and its speed against plain copies between pinned host memory
 and the GPU measured in the same call, and what makes the times worth something: where the tokens came from, that every
 restored page passed its seal, and that restored answers are those of the device's own cache. A second server then
-restores what the first one stored. ``--cpu`` runs the same script on the tiny M3, ``--tp 2`` on two GPUs.
+restores what the first one stored. ``--cpu`` runs the same script on the tiny M3, ``--ranks 2`` on two GPUs.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
-import random
 import re
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from eval.bench.index_reuse_server import REAL, TINY, BenchServer, Mode
-from eval.bench.index_reuse_weights import FUSE_VARIABLE, GATE_VARIABLE
-from eval.bench.offload_gpu_parts import (
-    CHUNK,
-    Daemon,
-    free_ports,
-    native_fits,
-    plain_copies,
-    state_bytes,
-    write_checkpoint,
-)
+from eval.bench.gpu_frame import Record, options, out_file, prompt
+from eval.bench.gpu_server import REAL, TINY, GpuServer, free_ports
+from eval.bench.offload_gpu_parts import CHUNK, Daemon, native_fits, plain_copies, state_bytes, write_checkpoint
 from eval.bench.offload_restore import WAYS, counted, difference, flush, generate
 from offload.settings import OffloadSettings
 
@@ -47,66 +36,31 @@ from offload.settings import OffloadSettings
 LENGTHS = {"cpu": (4 * CHUNK + 1, 12 * CHUNK + 1), "gpu": (125 * CHUNK + 1, 469 * CHUNK + 1)}
 
 
-class OffloadServer(BenchServer):
+class OffloadServer(GpuServer):
     """A starting or running server with offload.
 
     Args:
         checkpoint: a folder with a config, the same for all servers: its path and files are part of the key.
         folder: for its gate and log.
         settings: which daemon, and how long anything waits.
-        tp: ranks.
+        ranks: GPUs to share the model.
         cpu: the tiny shape on this project's CPU platform, to try the benchmark itself.
     """
 
-    def __init__(self, checkpoint: Path, folder: Path, settings: OffloadSettings, *, tp: int, cpu: bool) -> None:
-        self.mode = Mode("offload")
-        folder.mkdir(parents=True)
-        self.gate, self._log = folder / "gate", folder / "server.log"
-        (port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
-        options = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sleep-on-idle",
-                   "--max-total-tokens", "8192"] if cpu else [
-                   "--dtype", "bfloat16", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
-                   "--cuda-graph-bs-decode", "1", "--context-length", "131072", "--mem-fraction-static", "0.8",
-                   "--max-total-tokens", "262144"]  # fmt: skip
-        # Its kernels map memory by multicast where they can, which not every shared machine allows.
-        options += ["--tp-size", str(tp), "--disable-custom-all-reduce"] if tp > 1 else []
-        argv = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--load-format", "dummy",
-            "--page-size", "128", "--chunked-prefill-size", "8192", "--max-running-requests", "4", "--port", str(port),
-            "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics", "--enable-cache-report",
-            "--enable-lmcache", *options,
+    def __init__(self, checkpoint: Path, folder: Path, settings: OffloadSettings, *, ranks: int, cpu: bool) -> None:
+        options = ["--max-total-tokens", "8192"] if cpu else [
+            "--cuda-graph-bs-decode", "1", "--mem-fraction-static", "0.8", "--max-total-tokens", "262144"
         ]  # fmt: skip
-        env = {**os.environ, **settings.environment(), FUSE_VARIABLE: "1", GATE_VARIABLE: str(self.gate)}
-        if cpu:
-            env |= {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-            env["PYTHONPATH"] = f"{_plugin(folder)}:{os.environ.get('PYTHONPATH', '')}"
-        self._process = subprocess.Popen(
-            argv, env=env, stdout=self._log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-    def tail(self) -> str:
-        return self._log.read_text(errors="replace")[-2500:]
+        options += ["--max-running-requests", "4", "--enable-cache-report", "--enable-lmcache"]
+        super().__init__(folder, checkpoint, options, settings.environment(), cpu=cpu, ranks=ranks, name="offloading")
 
     def stop(self) -> None:
-        """Let it take leave of the daemon, which would hold its memory for a minute otherwise; then end it."""
+        """Let it take leave of the daemon, which would hold its memory for a minute otherwise; then as any server."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait(10)
-
-
-def _plugin(folder: Path) -> Path:
-    """A path whose entry point gives SGLang the benchmark's weights, as ``gpu_run.sh`` does."""
-    info = folder / "path" / "offload_bench-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offload-bench\nVersion: 1.0\n")
-    plugins = "[sglang.srt.plugins]\noffload_bench = eval.bench.index_reuse_weights:register\n"
-    (info / "entry_points.txt").write_text(plugins)
-    return folder / "path"
+        super().stop()
 
 
 def waited(http: httpx.Client) -> float:
@@ -123,36 +77,40 @@ def where(answer: dict[str, Any]) -> dict[str, int]:
 
 
 class Session:
-    """Daemons, one a rank, and two servers after each other; ``result`` holds what was found so far.
+    """Daemons, one a rank, and two servers after each other.
 
     Args:
+        folder: for checkpoint and logs.
+        record: where what is found goes, and how long everything may take.
         native: whether the daemon uses LMCache's compiled copies.
-        end: when (monotonic seconds) everything has to be over.
+        rounds: new prompts of each length.
+        ranks: GPUs to share the model.
+        cpu: the tiny M3 on a CPU.
     """
 
-    def __init__(self, folder: Path, *, native: bool, rounds: int, tp: int, cpu: bool, end: float) -> None:
+    def __init__(self, folder: Path, record: Record, *, native: bool, rounds: int, ranks: int, cpu: bool) -> None:
         folder.mkdir()
-        self._folder, self._rounds, self._tp, self._cpu, self._end = folder, rounds, tp, cpu, end
+        self._folder, self._record, self._rounds, self._ranks, self._cpu = folder, record, rounds, ranks, cpu
         shape = TINY if cpu else REAL
         self._vocabulary = shape.vocab_size
         self._checkpoint = write_checkpoint(folder / "m3", shape)
         self._lengths = LENGTHS["cpu" if cpu else "gpu"]
-        self._bytes = state_bytes(self._checkpoint, tp)
+        self._bytes = state_bytes(self._checkpoint, ranks)
         self._answers: list[tuple[list[int], dict[str, Any]]] = []  # prompts of the last round, answered from a hit
-        ports = free_ports(2 * tp)
+        ports = free_ports(2 * ranks)
         # Long ones: the first store of a length lets the daemon's memory grow, which is not what is measured.
         self._settings = OffloadSettings(
-            port=ports[0], rank_addresses=tuple(f"127.0.0.1:{port}" for port in ports[:tp]) if tp > 1 else (),
+            port=ports[0], rank_addresses=tuple(f"127.0.0.1:{port}" for port in ports[:ranks]) if ranks > 1 else (),
             chunk_tokens=CHUNK, lookup_deadline=20.0, load_deadline=30.0, store_deadline=60.0,
             ping_deadline=10.0, register_deadline=60.0,
         )  # fmt: skip
         self._daemons = [
             Daemon(folder / f"daemon-{port}.log", port, http_port, memory_gb=1.0 if cpu else 12.0, native=native)
-            for port, http_port in zip(ports[:tp], ports[tp:], strict=True)
+            for port, http_port in zip(ports[:ranks], ports[ranks:], strict=True)
         ]
-        self.result: dict[str, Any] = {
-            "layers": shape.num_layers, "tp": tp, "chunk_tokens": CHUNK, "copies": "native" if native else "torch",
-            "bytes_per_token_and_rank": self._bytes, "log": [],
+        record.found |= {
+            "layers": shape.num_layers, "tp": ranks, "chunk_tokens": CHUNK, "copies": "native" if native else "torch",
+            "bytes_per_token_and_rank": self._bytes,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -160,10 +118,12 @@ class Session:
         server = self._start("first")
         following: OffloadServer | None = None
         try:
-            self.result["plain_copies"] = plain_copies(self._tokens(self._lengths[-1]), self._bytes, cpu=self._cpu)
-            self._note(f"plain copies: {self.result['plain_copies']}")
+            self._record.found["plain_copies"] = plain_copies(
+                self._tokens(self._lengths[-1]), self._bytes, cpu=self._cpu
+            )
+            self._record.note(f"plain copies: {self._record.found['plain_copies']}")
             for daemon in self._daemons:
-                daemon.wait_ready(min(90.0, self._left()))
+                daemon.wait_ready(min(90.0, self._record.left()))
             self._open(server)
             with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
                 self._warm_up(http)
@@ -171,7 +131,7 @@ class Session:
                 for length in self._lengths:
                     self._measure(http, length)
             server.stop()
-            if self._left() > (60 if self._cpu else 90):
+            if self._record.left() > (60 if self._cpu else 90):
                 self._open(following)
                 with httpx.Client(base_url=following.url, timeout=120, trust_env=False) as http:
                     self._after_restart(http)
@@ -189,16 +149,15 @@ class Session:
 
     def _start(self, name: str) -> OffloadServer:
         folder = self._folder / name
-        return OffloadServer(self._checkpoint, folder, self._settings, tp=self._tp, cpu=self._cpu)
+        return OffloadServer(self._checkpoint, folder, self._settings, ranks=self._ranks, cpu=self._cpu)
 
     def _open(self, server: OffloadServer) -> None:
         server.open_gate()
-        server.wait_ready(self._left())
-        self._note("server ready")
+        server.wait_ready(self._record.left())
+        self._record.note("server ready")
 
     def _prompt(self, length: int, seed: int) -> list[int]:
-        rng = random.Random(f"{length}/{seed}")
-        return [rng.randrange(2, self._vocabulary) for _ in range(length)]
+        return prompt(length, seed, self._vocabulary)
 
     def _tokens(self, length: int) -> int:
         return length // CHUNK * CHUNK
@@ -210,7 +169,7 @@ class Session:
             generate(http, ids)
             flush(http)
             _, answer = generate(http, ids)
-            self._note(f"warm-up of {length}: {where(answer)}")
+            self._record.note(f"warm-up of {length}: {where(answer)}")
             if where(answer)["storage"] != self._tokens(length):
                 raise RuntimeError(f"{length} tokens were stored, and restored were {where(answer)}")
             flush(http)
@@ -238,39 +197,32 @@ class Session:
         medians = {way: statistics.median(values) for way, values in seconds.items()}
         moved, load = self._tokens(length) * self._bytes, statistics.median(loads)
         speed = moved / load / 1e9
-        self.result.setdefault("lengths", {})[str(length)] = {
+        self._record.found.setdefault("lengths", {})[str(length)] = {
             "seconds_to_first_token": {way: [round(value, 4) for value in values] for way, values in seconds.items()},
             "computed_over_restored": round(medians["computed"] / medians["restored"], 2),
             "restored_over_device": round(medians["restored"] / medians["device"], 2),
             "seconds_of_loads": [round(value, 4) for value in loads],
             "bytes_of_a_restore_and_rank": moved,
             "load_gb_per_s": round(speed, 2),
-            "load_over_plain_copy": round(speed / self.result["plain_copies"]["host_to_device_gb_per_s"], 3),
+            "load_over_plain_copy": round(speed / self._record.found["plain_copies"]["host_to_device_gb_per_s"], 3),
             "cached_tokens": {way: sorted(values) for way, values in found.items()},
             "restored_and_device_same_tokens": worst_of_hits != float("inf"),
             "largest_logprob_difference_restored_device": worst_of_hits,
             "largest_logprob_difference_of_all": worst_of_all,
             **{f"tokens_{event}": counted(http, event) - before[event] for event in before},
         }
-        self._note(f"{length}: {self.result['lengths'][str(length)]}")
+        self._record.note(f"{length}: {self._record.found['lengths'][str(length)]}")
 
     def _after_restart(self, http: httpx.Client) -> None:
         """Each last prompt, restored by a server that never computed it, against the first server's answer."""
         generate(http, self._prompt(1024, -2))
-        self.result["after_engine_restart"] = [
+        self._record.found["after_engine_restart"] = [
             {"tokens": where(answer), "seconds_to_first_token": round(seconds, 4),
              "largest_logprob_difference": difference([known, answer])}
             for ids, known in self._answers
             for seconds, answer in (generate(http, ids),)
         ]  # fmt: skip
-        self._note(f"after restart: {self.result['after_engine_restart']}")
-
-    def _left(self) -> float:
-        return self._end - time.monotonic()
-
-    def _note(self, text: str) -> None:
-        self.result["log"].append(f"{self._left():.0f} s left: {text[:300]}")
-        print(f"{self._left():.0f} s left: {text}", flush=True)
+        self._record.note(f"after restart: {self._record.found['after_engine_restart']}")
 
 
 def good(result: dict[str, Any]) -> bool:
@@ -293,42 +245,30 @@ def good(result: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=500, help="seconds for everything")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
+    parser = options(__doc__, budget_s=500)
+    parser.add_argument("--rounds", type=int, default=3, help="new prompts of each length")
     parser.add_argument("--copies", choices=("auto", "native", "torch"), default="auto", help="what the daemon uses")
-    parser.add_argument("--cpu", action="store_true", help="the tiny M3 on a CPU, to try the benchmark itself")
-    arguments = parser.parse_args()
-    end = time.monotonic() + arguments.budget
-    name = "offload-h200.json" if arguments.tp == 1 else f"offload-h200-tp{arguments.tp}.json"
-    out = Path(os.environ.get("OUT", ".")) / name
+    chosen = parser.parse_args()
+    out = out_file("offload-h200.json" if chosen.ranks == 1 else f"offload-h200-tp{chosen.ranks}.json")
+    record = Record("eval.bench.offload_gpu", out, chosen.budget, machine="cpu" if chosen.cpu else "gpu")
     fits = native_fits(version("torch"))
-    kinds = {"auto": (True, False) if fits else (False,), "native": (True,), "torch": (False,)}[arguments.copies]
-    failures: list[str] = []
+    kinds = {"auto": (True, False) if fits else (False,), "native": (True,), "torch": (False,)}[chosen.copies]
+    failures: list[str] = record.found.setdefault("failures", [])
     with tempfile.TemporaryDirectory(prefix="offload-") as folder:
         for native in kinds:
-            session = Session(
-                Path(folder) / ("native" if native else "torch"), native=native, rounds=arguments.rounds,
-                tp=arguments.tp, cpu=arguments.cpu, end=end,
-            )  # fmt: skip
+            name = "native" if native else "torch"
             try:
-                session.run()
+                Session(
+                    Path(folder) / name, record, native=native, rounds=chosen.rounds, ranks=chosen.ranks, cpu=chosen.cpu
+                ).run()
             except RuntimeError as error:
-                failures.append(f"{session.result['copies']}: {error}")
+                failures.append(f"{name}: {error}"[:4000])
                 print(failures[-1], flush=True)
-            report = {
-                "command": "bash eval/bench/gpu_run.sh eval.bench.offload_gpu " + shlex.join(sys.argv[1:]),
-                "machine": "cpu" if arguments.cpu else "gpu",
-                "good": good(session.result) and not failures,
-                "failures": [failure[:4000] for failure in failures],
-                **session.result,
-            }
-            out.write_text(json.dumps(report, indent=1))
-            if "lengths" in session.result or end - time.monotonic() < 120:
+            record.save(good=good(record.found) and not failures)
+            if "lengths" in record.found or record.left() < 120:
                 break
-    print(out.read_text())
-    sys.exit(0 if report["good"] else 1)
+    record.show()
+    sys.exit(0 if good(record.found) and not failures else 1)
 
 
 if __name__ == "__main__":

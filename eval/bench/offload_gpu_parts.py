@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import struct
 import subprocess
@@ -37,7 +36,8 @@ from lmcache.v1.platform.torch_ops import mem_kernels
 library = mem_kernels._get_copy_lib() if torch.cuda.is_available() else None
 class Ordered:
     def cudaMemcpy(self, *copy):
-        torch.cuda.synchronize()
+        for device in range(torch.cuda.device_count()):  # a rank's memory need not be on the current one
+            torch.cuda.synchronize(device)
         return library.cudaMemcpy(*copy)
 if library is not None:
     mem_kernels._get_copy_lib = Ordered
@@ -45,22 +45,15 @@ sys.exit(main())
 """
 
 
+def daemon_code(*, native: bool) -> str:
+    """The program of a daemon, for ``python -c``: LMCache's own with its compiled copies or with torch's."""
+    return _NATIVE if native else _TORCH
+
+
 def native_fits(torch_version: str) -> bool:
     """Whether LMCache's compiled copies fit a torch, by its version as in ``2.11.0+cu130``."""
     major, minor = torch_version.split(".")[:2]
     return (int(major), int(minor)) >= NATIVE_SINCE
-
-
-def free_ports(count: int) -> list[int]:
-    """Local TCP ports that nobody listens on; all different."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def write_checkpoint(folder: Path, shape: TinyM3Shape) -> Path:
@@ -93,7 +86,7 @@ class Daemon:
 
     def __init__(self, log: Path, port: int, http_port: int, *, memory_gb: float, native: bool) -> None:
         spec = DaemonSpec("127.0.0.1", port, http_port, CHUNK, memory_gb)
-        argv = [sys.executable, "-c", _NATIVE if native else _TORCH, *daemon_command(spec, program="lmcache")[1:]]
+        argv = [sys.executable, "-c", daemon_code(native=native), *daemon_command(spec, program="lmcache")[1:]]
         env = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "OMP_NUM_THREADS": "1"}
         env.pop("LMCACHE_CONFIG_FILE", None)
         self._health, self._log = f"http://127.0.0.1:{http_port}/healthcheck", log
