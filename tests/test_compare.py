@@ -228,6 +228,9 @@ def test_command(tmp_path: Path) -> None:
     nowhere = CliRunner().invoke(command, [str(first), str(other), "--md", str(tmp_path / "no" / "c.md")])
     assert nowhere.exit_code == 1
     assert "--md" in nowhere.output
+    twice = CliRunner().invoke(command, [str(first), str(first)])
+    assert twice.exit_code == 2
+    assert "given twice" in twice.output
     foreign = write_run(tmp_path / "z", header(trace_sha256="ef" * 32), records(800, 0.5), FINISHED)
     refused = CliRunner().invoke(command, [str(first), str(foreign)])
     assert refused.exit_code == 1

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from agentserve.cli.report import command
-from eval.report import Report, render_terminal, summarize
+from eval.report import Report, Slo, render_terminal, summarize
 from eval.report.advice import advice
 from eval.report.figures.timeline import running
 from eval.report.html import render_html
@@ -308,6 +308,18 @@ def test_resumed_run_tells_of_retried_requests(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(run), "--json", "-", "--no-html"])
     [note] = json.loads(result.stdout)["notes"]
     assert note.startswith("1 requests failed")
+
+
+def test_the_page_has_goodput_with_hits_and_misses_apart() -> None:
+    records = many(80)
+    report = summarize(header(requests=80), records, FINISHED, slo=Slo(0.5, None))
+    good = report.goodput
+    assert good is not None
+    shown = Page(render_html(report, records)).text
+    assert "Goodput: TTFT <= 500 ms" in shown
+    for group in good.groups:
+        assert f"{group.group}{group.requests}{group.within}" in shown.replace("\n", "")
+    assert "Goodput" not in Page(render_html(summarize(header(), SMALL, FINISHED), SMALL)).text
 
 
 def told(cause: Cause, tokens: int = 500, kind: str = "gap", **more: Any) -> Report:

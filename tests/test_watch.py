@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from agentserve.audit.counters import Metrics
 from agentserve.cli.diagnose import command as diagnose_command
 from agentserve.cli.watch import command
-from agentserve.launch.tiny import tiny_server as tiny_server_process
 from agentserve.runtime.policy_sessions import SessionTable
 from agentserve.watch.fates import Fates, SeenPages
 from agentserve.watch.points import Ring, point_of
@@ -26,7 +25,7 @@ from agentserve.watch.state import Choice, read_states, scheduler_state, write_s
 from eval.bench.browser import Browser, installed
 from radix_cache.features import Stop
 from radix_cache.gaps import GapTable
-from tests.conftest import TinyServer
+from tests.servers import TinyServer
 
 PAGE_SIZE = 4
 
@@ -208,6 +207,8 @@ def test_the_command_shows_the_same(watched: TinyServer) -> None:
     table_ = CliRunner().invoke(command, [watched.url, "--once"], env={"COLUMNS": "120"})
     assert table_.exit_code == 0, table_.output
     assert "possible without limit" in table_.stdout
+    bare = CliRunner().invoke(command, [watched.url.removeprefix("http://"), "--json"])
+    assert bare.exit_code == 0, bare.output
     gone = CliRunner().invoke(command, ["http://127.0.0.1:9", "--once"])
     assert gone.exit_code != 0
     assert "no server answers" in gone.output
@@ -238,56 +239,51 @@ def test_the_page_in_a_browser(watched: TinyServer) -> None:
 
 
 @pytest.mark.server
-def test_sessions_victims_the_admin_key_and_the_request_log(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_sessions_victims_the_admin_key_and_the_request_log(lru_server: TinyServer, tmp_path: Path) -> None:
     """A server with a policy of ours, too little memory for three conversations, an admin key and a request log."""
-    logging = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
-    more = {"extra_args": ["--admin-api-key", "k", *logging, "--log-requests-target", str(tmp_path)]}
-    settings = {"kv.capacity_tokens": 4096, "radix.policy": "lru", "watch": True, **more}
-    with tiny_server_process(settings, checkpoint=tiny_checkpoint) as process:
-        url, key = process.plan.url, {"Authorization": "Bearer k"}
-        for session in range(3):
-            stop = {"agentserve_stop": "tool_use" if session else "end_turn"}
-            httpx.post(
-                f"{url}/generate",
-                json={
-                    "input_ids": [(31 * i * (session + 1)) % 300 + 3 for i in range(1700)],
-                    "sampling_params": {"max_new_tokens": 2, "temperature": 0, "custom_params": stop},
-                    "session_id": f"s{session}",
-                },
-                timeout=120,
-            ).raise_for_status()
+    url, key = lru_server.url, lru_server.headers
+    for session in range(3):
+        stop = {"agentserve_stop": "tool_use" if session else "end_turn"}
+        lru_server.post(
+            "/generate",
+            input_ids=[(31 * i * (session + 1)) % 300 + 3 for i in range(1700)],
+            sampling_params={"max_new_tokens": 2, "temperature": 0, "custom_params": stop},
+            session_id=f"s{session}",
+        )
 
-        def seen() -> dict[str, Any]:
-            # The scheduler publishes with its work, at most every two seconds: a request makes it do so.
-            time.sleep(2.1)
-            httpx.post(f"{url}/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}, timeout=60)
-            found: dict[str, Any] = httpx.get(f"{url}{PAGE}.json", timeout=60).raise_for_status().json()
-            return found
+    def seen() -> dict[str, Any]:
+        # The scheduler publishes with its work, at most every two seconds: a request makes it do so.
+        time.sleep(2.1)
+        lru_server.generate([5], 1)
+        found: dict[str, Any] = httpx.get(f"{url}{PAGE}.json", timeout=60).raise_for_status().json()
+        return found
 
-        first = seen()
-        assert (first["server"]["policy"], first["server"]["can_act"]) == ("lru", True)
-        states = {row["session"]: row["state"] for row in first["schedulers"][0]["sessions"]}
-        assert [states[f"s{n}"] for n in range(3)] == ["user_wait", "tool_wait", "tool_wait"]
-        evicted = first["since_start"]["evicted_by_victim"]
-        assert sum(evicted.values()) == first["since_start"]["evicted_tokens"] > 0
-        assert set(evicted) <= {"waits_turn", "waits_tool", "waits_unknown", "unknown", "shared"}
+    first = seen()
+    assert (first["server"]["policy"], first["server"]["can_act"]) == ("lru", True)
+    states = {row["session"]: row["state"] for row in first["schedulers"][0]["sessions"]}
+    assert [states[f"s{n}"] for n in range(3)] == ["user_wait", "tool_wait", "tool_wait"]
+    evicted = first["since_start"]["evicted_by_victim"]
+    assert sum(evicted.values()) == first["since_start"]["evicted_tokens"] > 0
+    assert set(evicted) <= {"waits_turn", "waits_tool", "waits_unknown", "unknown", "shared"}
 
-        wrong = httpx.post(f"{url}{PAGE}/flush", headers={"Authorization": "Bearer x"}, timeout=60)
-        assert wrong.status_code == 401
-        assert httpx.post(f"{url}{PAGE}/close", headers=key, timeout=60).status_code == 400
-        assert httpx.post(f"{url}{PAGE}/nothing", headers=key, timeout=60).status_code == 404
-        httpx.post(f"{url}{PAGE}/close?session=s2", headers=key, timeout=60).raise_for_status()
-        last = seen()
-        states = {row["session"]: row["state"] for row in last["schedulers"][0]["sessions"]}
-        assert (states["s1"], states["s2"]) == ("tool_wait", "ended")
-        assert httpx.post(f"{url}{PAGE}/flush", headers=key, timeout=60).json() == {"done": True}
+    wrong = httpx.post(f"{url}{PAGE}/flush", headers={"Authorization": "Bearer x"}, timeout=60)
+    assert wrong.status_code == 401
+    assert httpx.post(f"{url}{PAGE}/close", headers=key, timeout=60).status_code == 400
+    assert httpx.post(f"{url}{PAGE}/nothing", headers=key, timeout=60).status_code == 404
+    httpx.post(f"{url}{PAGE}/close?session=s2", headers=key, timeout=60).raise_for_status()
+    last = seen()
+    states = {row["session"]: row["state"] for row in last["schedulers"][0]["sessions"]}
+    assert (states["s1"], states["s2"]) == ("tool_wait", "ended")
+    assert httpx.post(f"{url}{PAGE}/flush", headers=key, timeout=60).json() == {"done": True}
 
-        # SGLang's own log of two turns, the second of which differs from token 500 on: agentserve diagnose reads it.
-        first_turn = [(7 * i) % 90 + 33 for i in range(700)]
-        for ids in (first_turn, [*first_turn[:500], 32, *first_turn[501:], *first_turn[:100]]):
-            sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
-            httpx.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=60)
-    (log,) = tmp_path.glob("*.log")
+    # SGLang's own log of two turns, the second of which differs from token 500 on: agentserve diagnose reads it.
+    first_turn = [(7 * i) % 90 + 33 for i in range(700)]
+    for turn, ids in enumerate((first_turn, [*first_turn[:500], 32, *first_turn[501:], *first_turn[:100]])):
+        lru_server.generate(ids, 2, rid=f"diagnosed-{turn}")
+    # Of this log, which may hold what other tests sent, the lines of the two.
+    lines = [line for log in lru_server.folder.glob("*.log") for line in log.read_text().splitlines()]
+    log = tmp_path / "requests.log"
+    log.write_text("".join(f"{line}\n" for line in lines if '"diagnosed-' in line))
     said = CliRunner().invoke(diagnose_command, [str(log), "--json"])
     assert said.exit_code == 0, said.output
     (broken,) = json.loads(said.stdout)["broken"]

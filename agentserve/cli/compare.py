@@ -20,6 +20,8 @@ def command(runs: tuple[Path, ...], json_out: str | None, md_out: str | None, an
     """
     if json_out == md_out == "-":
         raise click.UsageError("--json - and --md - both print: give one of them a file")
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise click.UsageError("a RUN is given twice: it has no difference to itself; replay again for a second run")
     from rich.console import Console
 
     from eval.compare import CompareError, compare, render_comparison, render_comparison_markdown

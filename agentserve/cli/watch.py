@@ -28,7 +28,7 @@ def command(url: str, once: bool, as_json: bool, every: float, sessions: int, ap
 
     The server must have been launched with --set watch=true.
     """
-    base = url.rstrip("/").removesuffix("/v1").removesuffix(PAGE)
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").removesuffix(PAGE)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=base, headers=headers, timeout=30, trust_env=False) as client:
         seen = look(client)

@@ -35,7 +35,8 @@ def render_comparison_markdown(result: Comparison) -> str:
 def _sides(result: Comparison) -> str:
     runs = result.runs
     rows = [*rate_rows(runs), *time_rows(runs)]
-    cells = table(("", *(plain(run.name) for run in runs)), [(name, *values) for name, values in rows])
+    marked = [(f"**{name}**" if name == "realized hit rate" else name, *values) for name, values in rows]
+    cells = table(("", *(plain(run.name) for run in runs)), marked)
     return f"## Side by side\n\nOver the {count(runs[0].paired)} requests that all runs completed.\n\n{cells}"
 
 

@@ -92,7 +92,7 @@ def verdicts(result: Comparison) -> list[str]:
 
 def _verdict(first: str, pairing: Pairing) -> str:
     rows = {row.key: row for row in pairing.differences}
-    parts = [f"hit rate {_changed(rows['realized_rate'])} points"]
+    parts = [f"hit rate {_changed(rows['realized_rate'], ' points')}"]
     if (ttft := rows.get("ttft_mean")) is not None:
         parts.append(f"mean TTFT {_changed(ttft)}")
     if pairing.answers:
@@ -105,9 +105,9 @@ def _verdict(first: str, pairing: Pairing) -> str:
     return f"{pairing.name} against {first}: {', '.join(parts)}."
 
 
-def _changed(row: Difference) -> str:
+def _changed(row: Difference, unit: str = "") -> str:
     """The difference, and how sure it is."""
-    _, _, difference, _ = difference_cells(row)
+    difference = difference_cells(row)[2] + unit
     if row.low is None:
         return f"{difference} (too few sessions to say how sure)"
     return difference if is_clear(row) else f"{difference} (within chance)"

@@ -26,6 +26,7 @@ from eval.report.text import (
     by_tier,
     count,
     headline,
+    objectives,
     percent,
     points,
     progress,
@@ -56,7 +57,6 @@ def render_html(
     """
     drawn = figures(report, records, events, samples)
     by_key = {figure.key: figure for figure in drawn}
-    wide = [_figure(by_key[key]) for key in ("waterfall", "over_time")]
     small = [_figure(f) for f in drawn if f.key in ("ttft", "latency")]
     why = report.attribution
 
@@ -66,8 +66,9 @@ def render_html(
     title = f"Hit rate of run {report.run.run_id}"
     body = [
         _head(report),
+        *pair("waterfall"),
         _rates(report),
-        *wide,
+        *pair("over_time"),
         *((html_causes.evictions(why), *pair("causes_by_session", "causes_by_depth")) if why is not None else ()),
         *pair("capacity"),
         "" if report.what_if is None else html_what_if.what_if(report.what_if),
@@ -184,16 +185,27 @@ def _latency(report: Report) -> str:
         for row in report.latency
     ]
     lines = [f"Throughput: {speed(report.throughput)} {report.throughput.definition}"]
-    if report.goodput is not None:
-        lines.append(f"Goodput: {within(report.goodput)} {report.goodput.definition}")
     if report.drafting is not None:
         lines.append(f"Drafts: {accepted(report.drafting)} {report.drafting.definition}")
     lines += report.latency_definitions.values()
     return (
-        "<h2>Latency and throughput</h2>"
+        _goodput(report)
+        + "<h2>Latency and throughput</h2>"
         + table(("metric", "requests", "n", *names), rows, left=2)
         + "".join(f'<p class="dim">{text(line)}</p>' for line in lines)
     )
+
+
+def _goodput(report: Report) -> str:
+    good = report.goodput
+    if good is None:
+        return ""
+    rows = [
+        ("strong", ("all recorded", count(report.completeness.recorded), count(good.requests), percent(good.fraction)))
+    ]
+    rows += [("", (text(g.group), count(g.requests), count(g.within), percent(g.fraction))) for g in good.groups]
+    told = f'<p class="dim">{text(f"{within(good)} {good.definition}")}</p>'
+    return f"<h2>Goodput: {text(objectives(good))}</h2>{table(('requests', 'n', 'within', 'share'), rows)}{told}"
 
 
 def _sessions(report: Report) -> str:
