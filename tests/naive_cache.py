@@ -80,6 +80,7 @@ class NaiveCache:
         insert_output: bool = True,
         host_capacity: int = 0,
         host_policy: EvictionPolicy | None = None,
+        host_takes_all: bool = False,
         known_order: Sequence[int] = (),
         elapsed: Sequence[float] = (),
         expected: Sequence[float] = (),
@@ -87,7 +88,7 @@ class NaiveCache:
     ) -> None:
         self.page, self.capacity, self.policy = page, capacity, policy
         self.truncate, self.insert_output = truncate, insert_output
-        self.host_capacity, self.host_policy = host_capacity, host_policy
+        self.host_capacity, self.host_policy, self.host_takes_all = host_capacity, host_policy, host_takes_all
         self.gaps = copy.deepcopy(_NOTHING_SEEN)
         self.requests: list[Request] = []
         self.flows: list[FlowNow] = []
@@ -297,11 +298,17 @@ class NaiveCache:
                 page.parent.device_children -= 1
                 if page.parent.joined is page:
                     page.parent.joined = None
-            if self.host_capacity:
+            if self.host_capacity and self._worth_hosting(page):
                 self.host[page.name] = page
                 if page.parent is not None:
                     page.parent.host_children += 1
                 self._shrink_host()
+
+    def _worth_hosting(self, page: Page) -> bool:
+        """Whether somebody may ask for a page again, or for one below it that is in the host tier."""
+        ended = self.flows[page.owner].state == FlowState.ENDED
+        lost = len(page.users) < 2 and (page.superseded or ended)
+        return self.host_takes_all or page.host_children > 0 or not lost
 
     def _leave_host(self, page: Page) -> None:
         del self.host[page.name]

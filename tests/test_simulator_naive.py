@@ -67,6 +67,7 @@ def naive_hits(
         insert_output=setting.insert_output,
         host_capacity=setting.host_capacity // workload.page_size,
         host_policy=eviction_policy(setting.host_policy),
+        host_takes_all=setting.host_takes_all,
         known_order=order,
         elapsed=elapsed,
         expected=expected,
@@ -261,11 +262,18 @@ def test_belady_same_hits_as_page_by_page(
     clients=st.integers(1, 4),
     truncate=st.booleans(),
     insert_output=st.booleans(),
+    takes_all=st.booleans(),
 )
 @SEARCH
 @pytest.mark.timeout(0 if EXAMPLES else 1800)
 def test_same_hits_with_a_host_tier(
-    sessions: Sessions, capacity: int, host_capacity: int, clients: int, truncate: bool, insert_output: bool
+    sessions: Sessions,
+    capacity: int,
+    host_capacity: int,
+    clients: int,
+    truncate: bool,
+    insert_output: bool,
+    takes_all: bool,
 ) -> None:
     workload = build(sessions)
     for policy, host_policy in (("lru", "lru"), ("gittins", "ttl:5")):
@@ -278,6 +286,7 @@ def test_same_hits_with_a_host_tier(
             insert_output=insert_output,
             host_capacity=host_capacity * PAGE,
             host_policy=host_policy,
+            host_takes_all=takes_all,
         )
         assert_same(sessions, workload, setting)
 

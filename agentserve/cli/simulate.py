@@ -80,6 +80,7 @@ from traces.readers import format_names, open_trace
 @click.option("--no-output", is_flag=True, help="Generated tokens are not inserted into the cache.")
 @click.option("--host-capacity", default="", help="Size of a host tier, like --capacity [default: none]")
 @click.option("--host-policy", default="lru", show_default=True, help="Eviction of the host tier.")
+@click.option("--host-takes-all", is_flag=True, help="Also what nobody is expected to ask for again.")
 @click.option("--write-through", is_flag=True, help="The host tier gets all at once, not what the cache evicts.")
 @click.option("--no-belady", is_flag=True, help="Leave out Belady's rule, the mark of what is still possible.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Directory for CSV, Parquet and HTML.")
@@ -102,6 +103,7 @@ def command(
     no_output: bool,
     host_capacity: str,
     host_policy: str,
+    host_takes_all: bool,
     write_through: bool,
     no_belady: bool,
     out: Path | None,
@@ -123,6 +125,7 @@ def command(
             truncate=not whole_nodes,
             insert_output=not no_output,
             host_policy=host_policy,
+            host_takes_all=host_takes_all,
             write_through=write_through,
         )
         workload = _read(path, trace_format, skip_bad, page_size, sharing == "tools+system")

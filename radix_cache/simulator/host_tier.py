@@ -1,14 +1,30 @@
-"""The host tier as a victim cache: what the device evicts goes there, what comes back leaves it."""
+"""The host tier as a victim cache: what the device evicts and may be asked for again goes there, and leaves it again.
+
+What is worth a place is asked of the live side's own rule. A node that is lost goes there all the same while something
+below it is there: that is reached through it only.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from radix_cache.admission.host import lost
 from radix_cache.simulator.evictions import HOST, note
 from radix_cache.simulator.jit import core
-from radix_cache.simulator.layout import NONE, host, node_at
+from radix_cache.simulator.layout import NONE, flow_at, host, node_at
 from radix_cache.simulator.order import bucket_of, discard, grow_old, least, put
 from radix_cache.simulator.score import score, worth_taking
+
+_lost = core(lost)
+
+
+@core
+def worth_hosting(c: Any, node: int) -> bool:
+    """Whether pages that a node loses on the device go to the host tier."""
+    n = node_at(c, node)
+    if c.host_takes_all != 0 or n.host > 0 or n.host_kids > 0:
+        return True
+    return bool(_lost(n.shared, n.superseded, flow_at(c, n.owner).state) == 0)
 
 
 @core

@@ -49,7 +49,8 @@ def _forget_stale() -> None:
     Numba looks at a function's own file only, not at those of the functions compiled into it.
     """
     here = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted([*here.glob("*.py"), here.parent / "gaps.py"])))
+    beside = (here.parent / "gaps.py", here.parent / "admission" / "host.py")
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted([*here.glob("*.py"), *beside])))
     cache = here / "__pycache__"
     stamp = cache / "core.sha256"
     if stamp.exists() and stamp.read_text() == digest.hexdigest():

@@ -164,6 +164,7 @@ CACHE = np.dtype(
         ("insert_output", "i8"),
         ("host_capacity", "i8"),
         ("host_used", "i8"),
+        ("host_takes_all", "i8"),  # 0: only what may be asked for again (``radix_cache.admission.host``)
         ("known", "i8"),  # 1: the future is known
         # Addresses of arrays.
         ("nodes", "i8"),  # NODE

@@ -60,6 +60,7 @@ class Setting:
     insert_output: bool = True
     host_capacity: int = 0
     host_policy: str = "lru"
+    host_takes_all: bool = False  # False: what may be asked for again, by the rule of ``radix_cache.admission.host``
     write_through: bool = False
     restore_speed: float = 200_000.0
 
@@ -116,6 +117,7 @@ def _simulate(
         host = new_cache(workload, setting.host_capacity, host_policy, setting, future)
     elif setting.host_capacity:
         cache.add_host_tier(setting.host_capacity, host_policy)
+        cache.record["host_takes_all"] = setting.host_takes_all
     loop = _loop(workload, setting)
     admit(loop.record, cache.record)
     while not run_events(loop.record, cache.record, host.record, 1 << 16):

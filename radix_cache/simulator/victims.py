@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from radix_cache.simulator.evictions import DEVICE, note
-from radix_cache.simulator.host_tier import offer_host, shrink_host
+from radix_cache.simulator.evictions import DEVICE, HOST, note
+from radix_cache.simulator.host_tier import offer_host, shrink_host, worth_hosting
 from radix_cache.simulator.jit import core
 from radix_cache.simulator.layout import NONE, ROOT, device, flow_at, host, node_at, place_at
 from radix_cache.simulator.order import before, bucket_of, discard, grow_old, least, put
@@ -96,15 +96,19 @@ def hand_up(c: Any, node: int) -> None:
 
 @core
 def take_last(c: Any, node: int, pages: int) -> None:
-    """Remove the last ``pages`` resident pages of a leaf from the device, into the host tier where there is one."""
+    """Remove the last ``pages`` resident pages of a leaf from the device, into the host tier where it takes them."""
     n = node_at(c, node)
     if c.log_room > 0:
         note(c, DEVICE, node, c.cause, n.start + n.resident, pages)
     n.resident -= pages
     c.used -= pages
     count_evicted(c, n, pages)
-    if c.host_capacity > 0:
+    if c.host_capacity > 0 and worth_hosting(c, node):
         into_host(c, node, pages)
+    elif c.host_capacity > 0:
+        c.host_dropped += pages
+        if c.log_room > 0:
+            note(c, HOST, node, c.cause, n.start + n.resident + pages, pages)
 
 
 @core
