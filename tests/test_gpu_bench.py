@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from eval.bench.eagle3_gpu import acceptance, shortfalls, speeds
 from eval.bench.gpu_frame import Record, plugin_path, prompt, take_turns
-from eval.bench.offload_gpu_parts import daemon_code
 
 
 class Turn:
@@ -146,35 +144,3 @@ def test_speeds_compare_medians_and_weigh_acceptance_by_steps() -> None:
         }
     }
     assert speeds({"off": cells["off"]}, 2.7) == {}
-
-
-# --- offload
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed")
-def test_lmcaches_plain_copies_wait_for_every_gpu() -> None:
-    """The daemon's own code, with a copying library of the test's and the GPUs' calls written down."""
-    before = """
-import ctypes
-done = []
-class Library:
-    def cudaMemcpy(self, dest, src, size, kind):
-        done.append("copy")
-        ctypes.memmove(dest, src, size.value)
-        return 0
-sys.modules["lmcache.v1.platform.torch_ops._tensor_from_ptr"]._copy_lib = Library()
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 2
-torch.cuda.synchronize = done.append
-"""
-    after = """
-a, b = ctypes.create_string_buffer(b"abcdefgh"), ctypes.create_string_buffer(8)
-mem_kernels.lmcache_memcpy_async(ctypes.addressof(b), ctypes.addressof(a), 8, mem_kernels.TransferDirection.H2D, 0, 64)
-print(b.raw.decode(), done)
-"""
-    code = daemon_code(native=False)
-    assert code.count("library = ") == 1
-    code = code.replace("library = ", before + "library = ").replace("sys.exit(main())", after)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "abcdefgh [0, 1, 'copy']"

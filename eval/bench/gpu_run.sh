@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs a module of this repository on a machine that has torch and a GPU but no SGLang and no network:
 #   bash eval/bench/gpu_run.sh MODULE [ARGUMENTS]
-# .gpu/ (ignored by git) holds deps.tar.xz and sglang.tar.xz, the Python packages that such a machine lacks.
+# .gpu/ (ignored by git) holds deps.tar.xz and sglang.tar.xz, the Python packages that such a machine lacks. For offload,
+# lmcache-src.tar.xz holds lmcache-src/ with setup.py, setup_extensions, csrc and requirements of LMCache's source archive:
+# its wheel is built for another torch (offload/lmcache_copies.py). With 16 cores compiling takes some minutes.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 unpacked=${GPU_UNPACKED:-$(mktemp -d)}
@@ -27,5 +29,10 @@ PYTHON
 export PYTHONPATH="$root:$unpacked/entry:$unpacked/sglang:$unpacked/deps${PYTHONPATH:+:$PYTHONPATH}"
 # The Rust core was built for another torch and crashes.
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+if [[ $1 == *offload* && -d $unpacked/lmcache-src && ! -e $unpacked/lmcache-src/built ]]; then
+  (cd "$unpacked/lmcache-src" && PATH=$unpacked/deps/bin:$PATH BUILD_WITH_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} \
+    python3 setup.py --quiet build_ext --build-lib "$unpacked/deps" >build.log 2>&1 && touch built) ||
+    { tail -n 20 "$unpacked/lmcache-src/build.log" >&2; exit 2; }
+fi
 cd "$root"
 exec python3 -m "$@"

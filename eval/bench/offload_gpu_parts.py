@@ -19,41 +19,7 @@ from offload.daemon import DaemonSpec, daemon_command
 from offload.state import prefix_state_planes
 
 PAGE, CHUNK = 128, 256
-# LMCache 0.5.6's compiled copies were built for a later torch than 2.11. With that they lack one symbol, an exception's
-# constructor (resolved when it is called, they load), and read a tensor's shape eight bytes off: torch 2.13 has no
-# ``pyobj_interpreter_`` in front of it any more. Every store failed on an H200.
-_NATIVE = "import os, sys; sys.setdlopenflags(os.RTLD_LAZY); from lmcache.cli.main import main; sys.exit(main())"
-NATIVE_SINCE = (2, 13)
-# Without them LMCache takes torch's operations. On CUDA these copy with ``cudaMemcpy`` on the default stream while
-# their kernels run on a stream that does not wait for it, which is probably why every restore was refused by its seals
-# there. Here each copy waits for the kernels before it; that has not run on a GPU yet.
-_TORCH = """
-import sys
-sys.modules["lmcache.cuda_ops"] = None
-import torch
-from lmcache.cli.main import main
-from lmcache.v1.platform.torch_ops import mem_kernels
-library = mem_kernels._get_copy_lib() if torch.cuda.is_available() else None
-class Ordered:
-    def cudaMemcpy(self, *copy):
-        for device in range(torch.cuda.device_count()):  # a rank's memory need not be on the current one
-            torch.cuda.synchronize(device)
-        return library.cudaMemcpy(*copy)
-if library is not None:
-    mem_kernels._get_copy_lib = Ordered
-sys.exit(main())
-"""
-
-
-def daemon_code(*, native: bool) -> str:
-    """The program of a daemon, for ``python -c``: LMCache's own with its compiled copies or with torch's."""
-    return _NATIVE if native else _TORCH
-
-
-def native_fits(torch_version: str) -> bool:
-    """Whether LMCache's compiled copies fit a torch, by its version as in ``2.11.0+cu130``."""
-    major, minor = torch_version.split(".")[:2]
-    return (int(major), int(minor)) >= NATIVE_SINCE
+_LMCACHE = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 
 
 def write_checkpoint(folder: Path, shape: TinyM3Shape) -> Path:
@@ -81,12 +47,11 @@ class Daemon:
         port: of its requests.
         http_port: of its health.
         memory_gb: of host memory.
-        native: take LMCache's compiled copies, or torch's operations.
     """
 
-    def __init__(self, log: Path, port: int, http_port: int, *, memory_gb: float, native: bool) -> None:
+    def __init__(self, log: Path, port: int, http_port: int, *, memory_gb: float) -> None:
         spec = DaemonSpec("127.0.0.1", port, http_port, CHUNK, memory_gb)
-        argv = [sys.executable, "-c", daemon_code(native=native), *daemon_command(spec, program="lmcache")[1:]]
+        argv = [sys.executable, "-c", _LMCACHE, *daemon_command(spec, program="lmcache")[1:]]
         env = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "OMP_NUM_THREADS": "1"}
         env.pop("LMCACHE_CONFIG_FILE", None)
         self._health, self._log = f"http://127.0.0.1:{http_port}/healthcheck", log
