@@ -33,6 +33,7 @@ from agentserve.launch.daemon import Daemon
 from agentserve.launch.host import free_port
 from eval.bench.offload_bed import LENGTH, RESUME_S, TIMES, Bed, Row, later, timed
 from eval.bench.offload_rig import CHUNK, Redis, crawl, daemon, frozen, port_of, send, wait_until
+from eval.bench.offload_two_ranks import one_of_two
 from offload.settings import OffloadError
 from tests.offload_lab import PAGE, fill, lab, rows, same, tokens_of
 
@@ -53,7 +54,7 @@ def in_lookup(case: str, bed: Bed, *, kill: bool) -> Row:
         "all slots are free again": bed.all_free(total),
         "the daemon holds no locks": bed.nothing_locked(),
     }
-    limit = max(TIMES.lookup_deadline, TIMES.ping_deadline + TIMES.ping_interval) + 1
+    limit = TIMES.lookup_deadline + 1
     return Row(case, f"a miss; the next request does not ask ({next_wait:.2f} s)", waited, limit, checks, resumed)
 
 
@@ -261,7 +262,11 @@ def full_shared_memory(case: str, checkpoint: Path) -> Row:
 
 
 # Rows that bring their own server and daemon, those of one daemon, of one server with it, and of one with a Redis, too.
-ALONE = {"/dev/shm full": full_shared_memory, "no daemon at the start": no_daemon}
+ALONE = {
+    "/dev/shm full": full_shared_memory,
+    "no daemon at the start": no_daemon,
+    "one of two ranks' daemons killed": one_of_two,
+}
 DAEMON = {
     "daemon with another chunk size": other_chunks,
     "other weights of the same shape under the same name": other_weights,
@@ -301,6 +306,8 @@ def measure(folder: Path, wanted: set[str]) -> Iterator[Row]:
         yield seen("/dev/shm full", full_shared_memory, checkpoint)
     if "no daemon at the start" in wanted:
         yield seen("no daemon at the start", no_daemon, folder / "late", checkpoint)
+    if "one of two ranks' daemons killed" in wanted:
+        yield seen("one of two ranks' daemons killed", one_of_two, folder / "ranks", checkpoint)
     if wanted & {*DAEMON, *SERVER}:
         with daemon(folder / "plain", memory_gb=0.5) as running:
             for case, work in DAEMON.items():

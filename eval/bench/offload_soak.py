@@ -44,7 +44,7 @@ TRACE = "generated:preset=tiny,sessions=12,seed=5,block_size=64"
 LOOKUP_S, LOAD_S, STORE_S = 2.0, 2.0, 5.0
 DEADLINES = {"lookup": LOOKUP_S, "load": LOAD_S, "store": STORE_S}
 SLACK_S = 1.0
-CHUNK_TOKENS = 512  # of a prefill: a lookup is looked after between two steps, so these are to be short
+CHUNK_TOKENS = 1024  # of a prefill: a lookup is looked after between two steps, so these are to be short
 # How often each is drawn. A killed daemon is away for the time that its start takes, so that one is rarer.
 FAULTS = {"daemon frozen": 4, "daemon slow": 3, "redis killed": 3, "daemon killed": 1}
 GAUGES = re.compile(r"^agentserve_offload_online\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -220,7 +220,7 @@ def judge(passes: Sequence[list[RequestRecord]], known: dict[tuple[str, str, int
 @click.option("--seed", default=1, help="Of the faults.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
 @click.option("--concurrency", default=12, help="Sessions active at once.")
-@click.option("--max-turns", default=5)
+@click.option("--max-turns", default=3)
 @click.option("--max-output", default=4)
 @click.option("--max-context", default=3000)
 @click.option("--think", default="scaled:0.1,capped:4")
