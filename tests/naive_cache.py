@@ -145,7 +145,7 @@ class NaiveCache:
                 page.superseded = page.name not in request.prompt
         if matched:
             matched[-1].pins += 1
-            matched[-1].joined = None
+            self._cut(matched[-1])
         need = total - len(matched)
         held = sum(self.running.values())
         while self.capacity - len(self.pages) - held < need:
@@ -203,7 +203,7 @@ class NaiveCache:
         resident = self._resident(path)
         parent = resident[-1] if resident else None
         if parent is not None:
-            parent.joined = None
+            self._cut(parent)
         new_parent = parent
         for depth, name in enumerate(path[len(resident) :], start=len(resident) + 1):
             if name in self.host:
@@ -221,8 +221,15 @@ class NaiveCache:
                     parent.joined = page
             parent = page
         if path:
-            self.pages[path[-1]].joined = None
+            self._cut(self.pages[path[-1]])
         self._use(path, number)
+
+    def _cut(self, page: Page) -> None:
+        """A radix node ends here. Where whole nodes go, its tail then looks used now, as in SGLang."""
+        below, page.joined = page.joined, None
+        while below is not None and not self.truncate:
+            below.time, below.stamp = self.now, self.stamp
+            below = below.joined
 
     def _use(self, path: Path, number: int) -> None:
         flow = self.requests[number].flow

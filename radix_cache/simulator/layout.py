@@ -90,6 +90,7 @@ FLOW = np.dtype(
         ("context", "i4"),  # tokens of its newest request, prompt and answer
         ("newest", "i4"),  # its newest request that has started
         ("last_end", "i4"),  # node where its newest sequence ends
+        ("last_pages", "i4"),  # its pages that the tree was given, where a server's steps are played
         ("held", "i4"),  # request that waits for a join or for the end of parking
         ("last_done", "f8"),
         ("pace", "f8"),  # see radix_cache.gaps

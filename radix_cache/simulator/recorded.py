@@ -187,9 +187,9 @@ def play_steps(workload: Workload, steps: Records, *, policy: str, capacity: int
         missing = np.setdiff1d(np.arange(len(workload.requests)), steps["which"][steps["kind"] == kind])
         if len(missing):
             raise ValueError(f"each request must {name}; request {missing[0]} does not")
-    inserts = int(np.isin(steps["kind"], (KEEP, FINISH)).sum())
+    splits = int(np.isin(steps["kind"], (MATCH, KEEP, FINISH)).sum())  # each splits a node at most
     setting = Setting(policy=policy, capacity=capacity, truncate=truncate)
-    cache = new_cache(workload, capacity, chosen, setting, UNKNOWN, refills=inserts)
+    cache = new_cache(workload, capacity, chosen, setting, UNKNOWN, refills=splits)
     holds = np.zeros(len(workload.requests), dtype=HOLD)
     holds["lock"] = NONE
     overfull = int(_play_steps(cache.record, holds.ctypes.data, steps))

@@ -246,7 +246,7 @@ def _insert(s: Any, nodes: Any, order: Any, end: int, at: int) -> int:
     if frontier != ROOT:
         _discard(nodes, order, frontier)
         if f.resident < f.length:
-            # What is left of a truncated node is a node of its own, as in ``tree.split_refilled``.
+            # What is left of a truncated node is a node of its own, as in ``tree.split``.
             head = s.nodes
             s.nodes += 1
             h = nodes[head]

@@ -19,7 +19,7 @@ from radix_cache.simulator.layout import DONE, NONE, ROOT, RUNNING, device, fate
 from radix_cache.simulator.memory import record_at
 from radix_cache.simulator.order import discard
 from radix_cache.simulator.serve import note_shared_use
-from radix_cache.simulator.tree import cut, insert, match, note_user, rejoin, split_refilled, supersede, touch
+from radix_cache.simulator.tree import cut, insert, match, note_user, rejoin, split, supersede, touch, use_now
 from radix_cache.simulator.victims import evict, offer, reoffer
 
 # What a request holds, by request.
@@ -45,6 +45,37 @@ def hold_at(address: int, index: int) -> Any:
 
 
 @core
+def part(c: Any, holds: int, node: int, pages: int) -> int:
+    """Split a node after its first ``pages`` resident pages; who locked no more than these has the head locked."""
+    head = split(c, node, pages)
+    n, h = node_at(c, node), node_at(c, head)
+    discard(device(c), node)
+    left = n.pins
+    request = 0
+    while left > 0:
+        hold = hold_at(holds, request)
+        if hold.lock == node:
+            left -= 1
+            if hold.kept <= n.start:
+                hold.lock = head
+                n.pins -= 1
+                h.pins += 1
+        request += 1
+    offer(c, node)
+    return head
+
+
+@core
+def newest_end(c: Any, flow: int) -> int:
+    """Node where a flow's newest sequence ends; NONE before its first. That node may have got a head since."""
+    f = flow_at(c, flow)
+    node = f.last_end
+    while node > ROOT and node_at(c, node).start >= f.last_pages:
+        node = node_at(c, node).parent
+    return int(node)
+
+
+@core
 def look_up(c: Any, holds: int, request: int, pages: int) -> None:
     """Match a waiting request, of which at most ``pages`` may hit. What it finds was used now."""
     h = hold_at(holds, request)
@@ -52,19 +83,20 @@ def look_up(c: Any, holds: int, request: int, pages: int) -> None:
     node = r.kv
     while node_at(c, node).resident == 0 or node_at(c, node).start >= pages:
         node = node_at(c, node).parent
+    if node_at(c, node).start + node_at(c, node).resident > pages:
+        node = part(c, holds, node, pages - node_at(c, node).start)
     n = node_at(c, node)
     h.matched = node
-    h.hit = min(n.start + n.resident, pages)
+    h.hit = n.start + n.resident
     if node != ROOT:
-        n.time = c.now
-        n.stamp = c.stamp
+        use_now(c, node)
         cut(c, node)
         reoffer(c, node)
     if h.looks == 0:
         note_shared_use(c, request)
-        flow = flow_at(c, r.flow)
-        if flow.last_end != NONE:
-            supersede(c, flow.last_end, r.end)
+        last = newest_end(c, r.flow)
+        if last != NONE:
+            supersede(c, last, r.end)
     h.looks += 1
 
 
@@ -125,28 +157,36 @@ def take(c: Any, holds: int, request: int, until: int) -> None:
 
 
 @core
-def insert_pages(c: Any, end: int, pages: int, flow: int, request: int) -> int:
+def insert_pages(c: Any, holds: int, end: int, pages: int, flow: int, request: int) -> int:
     """As ``insert``, but only the first ``pages`` of the path to ``end``. Returns the node they end in."""
     node = end
     while node != ROOT and node_at(c, node).start >= pages:
         node = node_at(c, node).parent
-    n = node_at(c, node)
     if node == ROOT:
         return ROOT
+    n = node_at(c, node)
+    known = match(c, node)
+    k = node_at(c, known)
+    if known == node and k.start + k.resident >= pages:
+        if k.start + k.resident > pages:
+            node = part(c, holds, node, pages - k.start)
+        touch(c, node, flow, request)
+        note_user(c, node, flow)
+        cut(c, node)
+        return node
+    if known != ROOT and k.resident < k.length:
+        # It holds what an earlier chunk, or an eviction, left.
+        part(c, holds, known, k.resident)
     if n.start + n.length == pages:
         insert(c, node, flow, request)
         return node
-    if n.start + n.resident >= pages and n.resident > 0:
-        touch(c, node, flow, request)
-        note_user(c, node, flow)
-        return node
-    if n.resident > 0:
-        # It holds what an earlier chunk, or a cut, left.
-        discard(device(c), node)
-        split_refilled(c, node)
+    above = node_at(c, n.parent)
+    new = n.parent != ROOT and above.resident == 0
     insert(c, n.parent, flow, request)
     discard(device(c), n.parent)
     cut(c, n.parent)
+    if new:  # both came at once: they are one radix node
+        above.joined = node
     n.resident = pages - n.start
     n.inserted = c.now
     n.seen = c.now
@@ -163,18 +203,38 @@ def insert_pages(c: Any, end: int, pages: int, flow: int, request: int) -> int:
 
 
 @core
+def count_hits(c: Any, end: int, known: int, counted: int) -> None:
+    """Pages up to ``known`` were in the tree when a request inserted the path to ``end``, which uses them once more.
+
+    Not those up to ``counted``, which the request counted when it inserted them. A node has the hits of what is below
+    it, so one is taken from where these end.
+    """
+    node = end
+    while node != ROOT and node_at(c, node).start >= known:
+        node = node_at(c, node).parent
+    if known <= counted:
+        return
+    node_at(c, node).hits += 1.0
+    while node != ROOT and node_at(c, node).start >= counted:
+        node = node_at(c, node).parent
+    if node != ROOT:
+        node_at(c, node).hits -= 1.0
+
+
+@core
 def keep(c: Any, holds: int, request: int, tokens: int) -> None:
     """Give the tree what a request has computed of its first ``tokens``; its lock moves there."""
     h = hold_at(holds, request)
     r = request_at(c, request)
     whole = node_at(c, r.kv)
     pages = min(tokens // c.page, whole.start + whole.length if r.kv != ROOT else 0)
-    known = match(c, r.kv)
-    while known != ROOT and node_at(c, known).start >= pages:
-        known = node_at(c, known).parent
-    if known != ROOT and node_at(c, known).start + node_at(c, known).resident > h.counted:
-        node_at(c, known).hits += 1.0
-    end = insert_pages(c, r.kv, pages, r.flow, request)
+    last = newest_end(c, r.flow)
+    k = node_at(c, match(c, r.kv))
+    known = min(k.start + k.resident, pages)
+    end = insert_pages(c, holds, r.kv, pages, r.flow, request)
+    count_hits(c, end, known, h.counted)
+    if r.prompt // c.page < pages:
+        cut(c, r.end)  # an answer is a node of its own
     h.counted = max(h.counted, pages)
     # What another request had put there meanwhile is held twice until now.
     c.reserved -= pages - h.kept
@@ -182,10 +242,11 @@ def keep(c: Any, holds: int, request: int, tokens: int) -> None:
     h.kept = pages
     lock(c, holds, request, end)
     flow = flow_at(c, r.flow)
-    if flow.last_end != NONE:
-        supersede(c, flow.last_end, end)
+    if last != NONE:
+        supersede(c, last, end)
     rejoin(c, end, ROOT)
     flow.last_end = end
+    flow.last_pages = pages
 
 
 @core

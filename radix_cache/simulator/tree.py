@@ -35,29 +35,49 @@ def match(c: Any, node: int) -> int:
 
 
 @core
+def use_now(c: Any, node: int) -> None:
+    """A node looks used now, by nobody in particular."""
+    n = node_at(c, node)
+    n.time = c.now
+    n.stamp = c.stamp
+
+
+@core
 def cut(c: Any, node: int) -> None:
-    """A request parts here: the server's radix node ends at this one, and what was below is a node of its own."""
+    """A request parts here: the server's radix node ends at this one, and what was below is a node of its own.
+
+    SGLang makes the tail of a split node as recent as the request that split it, though nothing used the tail. Where
+    whole nodes go that is kept, so that they go in its order.
+    """
     below = node_at(c, node).joined
     node_at(c, node).joined = NONE
-    if below == NONE or device(c).uses_depth == 0:
+    if below == NONE:
         return
     while node_at(c, below).joined != NONE:
         below = node_at(c, below).joined
+    if c.truncate == 0:
+        use_now(c, node)
+        use_now(c, below)
+    elif device(c).uses_depth == 0:
+        return
     reoffer(c, below)
 
 
 @core
-def split_refilled(c: Any, node: int) -> int:
-    """Make the resident head of a truncated node a node of its own: its pages are older than those to come."""
+def split(c: Any, node: int, pages: int) -> int:
+    """Give the first ``pages`` pages of a node, all resident, a node of their own: the head. Returns the head.
+
+    The node keeps its end, and with it what points there: what is below, the prompts that end there, its pins.
+    """
     head = c.node_count
     c.node_count += 1
     n = node_at(c, node)
     h = node_at(c, head)
-    h.parent, h.start, h.length, h.level = n.parent, n.start, n.resident, n.level
-    h.resident, h.kids, h.pins, h.joined = n.resident, 0, 0, NONE
+    h.parent, h.start, h.length, h.level = n.parent, n.start, pages, n.level
+    h.resident, h.pins, h.joined = pages, 0, NONE
     h.owner, h.first, h.used_by = n.owner, n.first, n.used_by
     h.host, h.host_kids, h.mark = 0, 0, 0
-    h.shared, h.superseded, h.hits = n.shared, n.superseded, n.hits
+    h.shared, h.superseded = n.shared, n.superseded
     h.inserted, h.time, h.stamp, h.seen = n.inserted, n.time, n.stamp, n.seen
     h.context, h.stop, h.pace = n.context, n.stop, n.pace
     place_at(device(c), head).bucket = NONE
@@ -69,10 +89,18 @@ def split_refilled(c: Any, node: int) -> int:
     if c.log_room > 0:
         note(c, SPLIT, node, head, h.start + h.length, 0)
     n.parent = head
-    n.start += n.resident
-    n.length -= n.resident
-    n.resident = 0
-    n.hits = 0.0
+    n.start += pages
+    n.length -= pages
+    n.resident -= pages
+    if n.resident > 0:
+        h.kids, h.hits = 1, 0.0  # the head has the hits of what is below it
+        if c.truncate == 0:
+            use_now(c, head)
+            use_now(c, node)
+            reoffer(c, node)
+    else:
+        h.kids, h.hits = 0, n.hits
+        n.hits = 0.0
     return int(head)
 
 
@@ -116,7 +144,9 @@ def insert(c: Any, end: int, flow: int, request: int) -> int:
         if f.host > 0:
             leave_host(c, frontier, f.host)
         if f.resident < f.length:
-            frontier = split_refilled(c, frontier)
+            # What an eviction left of it is older than the pages to come.
+            frontier = split(c, frontier, f.resident)
+        touch(c, frontier, flow, request)
     cut(c, frontier)
     inserted = 0
     below = NONE
