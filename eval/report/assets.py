@@ -81,9 +81,16 @@ JS = """
     return out;
   }
 
-  function drawAll(isDark) {
+  // Patterns become pictures in a PDF, one a bar: where a bar is a request, they would make it tens of megabytes.
+  function plain(f) {
+    if (f.id !== "timeline") return f.data;
+    return f.data.map(t => !t.marker || !t.marker.pattern ? t
+      : Object.assign({}, t, { marker: Object.assign({}, t.marker, { pattern: { shape: "" } }) }));
+  }
+
+  function drawAll(isDark, printed) {
     for (const f of figures) {
-      Plotly.react(f.id, f.data, themed(JSON.parse(JSON.stringify(f.layout)), isDark), {
+      Plotly.react(f.id, printed ? plain(f) : f.data, themed(JSON.parse(JSON.stringify(f.layout)), isDark), {
         responsive: true, displaylogo: false, displayModeBar: false,
       });
     }
@@ -92,7 +99,7 @@ JS = """
   drawAll(dark.matches);
   dark.addEventListener("change", () => drawAll(dark.matches));
   narrow.addEventListener("change", () => drawAll(dark.matches));
-  window.addEventListener("beforeprint", () => drawAll(false));
+  window.addEventListener("beforeprint", () => drawAll(false, true));
   window.addEventListener("afterprint", () => drawAll(dark.matches));
 })();
 """
