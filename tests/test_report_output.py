@@ -27,7 +27,7 @@ from eval.report.schema_what_if import Answer, WhatIf
 from eval.report.text import shortened
 from radix_cache.attribution.causes import TITLES, Cause
 from tests.test_report_summary import FINISHED, SMALL, header, record
-from traces.replay.record import RequestRecord, RunEvent, RunHeader
+from traces.replay.record import RequestRecord, RunEvent, RunHeader, Speculation
 
 HOSTILE = '</script><img src=x onerror="alert(1)"><b>&'
 
@@ -320,6 +320,17 @@ def test_the_page_has_goodput_with_hits_and_misses_apart() -> None:
     for group in good.groups:
         assert f"{group.group}{group.requests}{group.within}" in shown.replace("\n", "")
     assert "Goodput" not in Page(render_html(summarize(header(), SMALL, FINISHED), SMALL)).text
+
+
+def test_the_page_has_acceptance_by_position() -> None:
+    head = header()
+    head.server.speculation = Speculation(algorithm="EAGLE3", drafts=3, mode="synthetic", length=2.78)
+    records = [r.model_copy(update={"accepted_drafts": [4, 0, 2]}) for r in many(40)]
+    shown = Page(render_html(summarize(head, records, FINISHED), records)).text
+    assert "Accepted drafts: 1.67 tokens a step" in shown
+    assert "1.33.33 %2.33.33 %" in shown
+    assert "the text is not the model's" in shown
+    assert "Accepted drafts" not in page_of(many(40))
 
 
 def told(cause: Cause, tokens: int = 500, kind: str = "gap", **more: Any) -> Report:

@@ -13,7 +13,7 @@ import orjson
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from eval.report import html_causes, html_what_if
+from eval.report import html_causes, html_latency, html_what_if
 from eval.report.advice import advice
 from eval.report.assets import CONTENT_POLICY, CSS, JS
 from eval.report.figures import Figure, figures
@@ -21,18 +21,14 @@ from eval.report.markup import table, text
 from eval.report.schema import Report
 from eval.report.text import (
     AUDIT_CAPTION,
-    accepted,
     audit_cells,
     by_tier,
     count,
     headline,
-    objectives,
     percent,
     points,
     progress,
     seconds,
-    speed,
-    within,
 )
 from traces.replay.events import KvEvents
 from traces.replay.metrics import Sample
@@ -74,7 +70,7 @@ def render_html(
         "" if report.what_if is None else html_what_if.what_if(report.what_if),
         *pair("timeline"),
         f'<div class="grid">{"".join(small)}</div>',
-        _latency(report),
+        html_latency.latency(report),
         _figure(by_key["growth"]),
         "" if why is None else html_causes.changes(why),
         _figure(by_key["sessions"]),
@@ -168,44 +164,6 @@ def _chain(report: Report) -> str:
     rows.append(("strong", (chain.end_key, percent(chain.end_tokens / prompt), count(chain.end_tokens))))
     columns = ("step", "rate, points", "tokens")
     return f"<h2>Steps from ideal to {chain.end_key}, exact in tokens</h2>" + table(columns, rows)
-
-
-def _latency(report: Report) -> str:
-    names = ("p50", "p90", "p95", "p99", "mean", "max")
-    rows = [
-        (
-            "" if row.group == "all" else "sub",
-            (
-                text(row.title),
-                text(row.group).replace(" ", "&nbsp;"),
-                count(row.requests),
-                *(seconds(getattr(row, name)) for name in names),
-            ),
-        )
-        for row in report.latency
-    ]
-    lines = [f"Throughput: {speed(report.throughput)} {report.throughput.definition}"]
-    if report.drafting is not None:
-        lines.append(f"Drafts: {accepted(report.drafting)} {report.drafting.definition}")
-    lines += report.latency_definitions.values()
-    return (
-        _goodput(report)
-        + "<h2>Latency and throughput</h2>"
-        + table(("metric", "requests", "n", *names), rows, left=2)
-        + "".join(f'<p class="dim">{text(line)}</p>' for line in lines)
-    )
-
-
-def _goodput(report: Report) -> str:
-    good = report.goodput
-    if good is None:
-        return ""
-    rows = [
-        ("strong", ("all recorded", count(report.completeness.recorded), count(good.requests), percent(good.fraction)))
-    ]
-    rows += [("", (text(g.group), count(g.requests), count(g.within), percent(g.fraction))) for g in good.groups]
-    told = f'<p class="dim">{text(f"{within(good)} {good.definition}")}</p>'
-    return f"<h2>Goodput: {text(objectives(good))}</h2>{table(('requests', 'n', 'within', 'share'), rows)}{told}"
 
 
 def _sessions(report: Report) -> str:
