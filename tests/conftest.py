@@ -1,27 +1,30 @@
-"""Shared fixtures. The tiny M3 runs once per session on real SGLang; tests flush its cache instead of restarting it."""
+"""Shared fixtures. Each server runs once per session on real SGLang; tests flush its cache instead of restarting it."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import hypothesis
 import pytest
 
-from agentserve.launch.process import ServerProcess
-from agentserve.launch.tiny import tiny_server
+from agentserve.watch.settings import WATCH_VARIABLE
+from tests.registry import Registered, registered
+from tests.servers import CONFIGURATIONS, Servers, TinyServer
+
+# Images often set this. Without files of bytecode each of the many processes that the tests start compiles SGLang and
+# torch anew, which takes longer than all the rest of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Machines are shared: how long an example takes says nothing about the code.
 hypothesis.settings.register_profile("shared-machine", deadline=None)
 hypothesis.settings.load_profile("shared-machine")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PREFILL_CHUNK = 1024
-KV_TOKENS = 262_144
+_RUNNING = pytest.StashKey[Servers]()
 
 
 @pytest.fixture(autouse=True)
@@ -58,32 +61,88 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny-m3")
 
 
-@dataclass(frozen=True)
-class TinyServer:
-    """The tiny M3 behind HTTP."""
-
-    url: str
-    checkpoint: Path
-    page_size: int
-    process: ServerProcess
-
-    def post(self, path: str, **payload: Any) -> Any:
-        response = httpx.post(self.url + path, json=payload, timeout=120)
-        response.raise_for_status()
-        return response.json() if response.headers.get("content-type", "").startswith("application/json") else None
-
-    def flush(self) -> None:
-        httpx.post(self.url + "/flush_cache", timeout=30).raise_for_status()
-
-    def generate(self, ids: list[int], new_tokens: int, **options: Any) -> Any:
-        """Greedy generation of exactly ``new_tokens`` tokens by SGLang's own endpoint."""
-        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        return self.post("/generate", input_ids=ids, sampling_params=sampling, **options)
+@pytest.fixture(scope="session", name="servers")
+def _servers(
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    wanted: dict[str, list[str]] = {}
+    for item in request.session.items:
+        for name in CONFIGURATIONS.keys() & set(_fixtures_of(item)):
+            wanted.setdefault(name, []).append(item.nodeid)
+    servers = Servers(tmp_path_factory.mktemp("servers"), tiny_checkpoint, wanted)
+    request.session.stash[_RUNNING] = servers
+    yield servers
+    servers.close()
 
 
-@pytest.fixture(scope="session", name="tiny_server")
-def _tiny_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
-    settings = {"kv.capacity_tokens": KV_TOKENS, "prefill_chunk": PREFILL_CHUNK, "watch": True}
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with tiny_server(settings, checkpoint=tiny_checkpoint, log=log) as process:
-        yield TinyServer(process.plan.url, tiny_checkpoint, 128, process)
+@pytest.fixture(scope="session")
+def tiny_server(servers: Servers) -> TinyServer:
+    """SGLang as it is, with memory for everything, and the watch page."""
+    return servers.get("tiny_server")
+
+
+@pytest.fixture(scope="session")
+def small_server(servers: Servers) -> TinyServer:
+    """SGLang as it is, with memory for 32 pages, publishing what its cache stores and drops."""
+    return servers.get("small_server")
+
+
+@pytest.fixture(scope="session")
+def lru_server(servers: Servers) -> TinyServer:
+    """The same memory under our policy ``lru``, with the watch page, an admin key and a request log."""
+    return servers.get("lru_server")
+
+
+@pytest.fixture(scope="session")
+def gate_server(servers: Servers) -> TinyServer:
+    """The same memory under ``gittins`` and a gate."""
+    return servers.get("gate_server")
+
+
+@pytest.fixture(scope="session")
+def pressed_server(servers: Servers) -> TinyServer:
+    """Under ``gittins``, with a journal; it takes in more than it has memory for."""
+    return servers.get("pressed_server")
+
+
+@pytest.fixture(scope="session")
+def eagle3_server(servers: Servers) -> TinyServer:
+    """With EAGLE3 and the scripted draft."""
+    return servers.get("eagle3_server")
+
+
+@pytest.fixture(scope="session")
+def reuse_server(servers: Servers) -> TinyServer:
+    """With index reuse."""
+    return servers.get("reuse_server")
+
+
+@pytest.fixture(scope="session")
+def registered_by() -> dict[str, Registered]:
+    """What agentserve registers in SGLang: asked for nothing, for a policy, for the watch page."""
+    cases = {"nothing": {}, "policy": {"AGENTSERVE_EVICTION": "gittins"}, "watch": {WATCH_VARIABLE: "1"}}
+    return dict(zip(cases, registered(list(cases.values())), strict=True))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "last: ends a server that tests share, so it runs after all others")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    for item in items:
+        # The first test that needs a server waits for its start, which takes minutes where processes queue for cores.
+        if CONFIGURATIONS.keys() & set(_fixtures_of(item)) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    servers = item.session.stash.get(_RUNNING, None)
+    if servers is not None:
+        servers.finished(item.nodeid)
+
+
+def _fixtures_of(item: pytest.Item) -> list[str]:
+    names: list[str] = getattr(item, "fixturenames", [])
+    return names

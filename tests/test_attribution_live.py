@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentserve.cli.report import command as report_command
-from agentserve.launch.host import free_port
-from agentserve.launch.tiny import tiny_server
 from eval.attribution.live import attribute_with_events
 from eval.report import load_run, summarize
 from radix_cache.attribution import CacheKind, Cause
+from tests.servers import TinyServer
 from tests.test_report_summary import record
 from traces.replay.config import ReplayConfig
 from traces.replay.events import EventBatch, EventHeader, Gap, KvEvents, RequestPages, as_ranges
@@ -241,16 +240,13 @@ def test_lost_batches_make_no_false_causes(
 
 
 @pytest.mark.server
-@pytest.mark.timeout(900)
-def test_evictions_on_the_real_server_are_explained(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_evictions_on_the_real_server_are_explained(small_server: TinyServer, tmp_path: Path) -> None:
     """A cache of 32 pages under four sessions: most of the gap is evicted, and nothing is unexplained."""
-    settings = {"kv.capacity_tokens": 4096, "prefill_chunk": 1024, "kv_events": f"tcp://*:{free_port()}"}
-    with tiny_server(settings, checkpoint=tiny_checkpoint, log=tmp_path / "server.log") as process:
-        config = ReplayConfig(
-            trace="generated:preset=tiny,sessions=5,seed=5", out=tmp_path / "run", url=process.plan.url,
-            think="none", concurrency=4, max_turns=5, max_output=4,
-        )  # fmt: skip
-        assert replay(config).status == "finished"
+    config = ReplayConfig(
+        trace="generated:preset=tiny,sessions=5,seed=5", out=tmp_path / "run", url=small_server.url,
+        think="none", concurrency=4, max_turns=5, max_output=4,
+    )  # fmt: skip
+    assert replay(config).status == "finished"
     run = load_run(tmp_path / "run")
     assert run.kv_events is not None
     assert run.kv_events.header.emptied

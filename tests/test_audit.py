@@ -21,7 +21,8 @@ from agentserve.audit.rows import PATHS
 from agentserve.cli.audit import command
 from agentserve.shapes.published import M3_CONFIG
 from offload.state import bytes_per_token, prefix_state_planes
-from tests.conftest import REPOSITORY, TinyServer
+from tests.conftest import REPOSITORY
+from tests.servers import TinyServer
 
 NOTHING = Metrics([])
 

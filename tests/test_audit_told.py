@@ -34,7 +34,7 @@ from agentserve.runtime.server_facts import (  # noqa: E402
 )
 from agentserve.shapes.model import read_sizes  # noqa: E402
 from agentserve.shapes.published import M3_CONFIG  # noqa: E402
-from tests.conftest import TinyServer  # noqa: E402
+from tests.servers import TinyServer  # noqa: E402
 
 NOTHING = Metrics([])
 GRAPHS = {phase: {"backend": "full", "max_bs": 64} for phase in ("decode", "prefill")}

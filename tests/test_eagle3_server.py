@@ -3,58 +3,28 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
-from agentserve.launch.tiny import tiny_server as start_tiny_server
 from eval.report import load_run, summarize
-from tests.conftest import PREFILL_CHUNK, TinyServer
-from tests.scripted_draft import enable, expected_steps, key_of, write_script
+from tests.scripted_draft import expected_steps, key_of, write_script
+from tests.servers import EAGLE3_KV_TOKENS, PAGE, TinyServer
 from traces.replay import read_run
 from traces.replay.config import ReplayConfig
 from traces.replay.run import replay
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.server
 
 DRAFTS = 3
-KV_TOKENS = 5_120  # of the server with EAGLE3: half of what the 50 prompts leave behind, room for two at once
 WANTED = 12
-PAGE = 128
 
 
-class Eagle3Server(TinyServer):
-    """The tiny M3 with the scripted draft."""
-
-    script: Path
-
-    def metric(self, name: str) -> dict[str, float]:
-        text = httpx.get(self.url + "/metrics", timeout=30).text
-        found = re.findall(rf"^{re.escape(name)}(?:_total)?(\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        return {labels: float(value) for labels, value in found}
-
-
-@pytest.fixture(scope="module")
-def eagle3(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eagle3Server]:
-    folder = tmp_path_factory.mktemp("eagle3")
-    draft = write_tiny_eagle3(folder / "draft")
-    settings: dict[str, Any] = {
-        "kv.capacity_tokens": KV_TOKENS,
-        "prefill_chunk": PREFILL_CHUNK,
-        "eagle3.draft": str(draft),
-        "env": dict(enable(folder / "plugin", folder / "script.json")),
-    }
-    with start_tiny_server(settings, checkpoint=tiny_checkpoint, log=folder / "server.log") as process:
-        server = Eagle3Server(process.plan.url, tiny_checkpoint, PAGE, process)
-        object.__setattr__(server, "script", folder / "script.json")
-        yield server
+def say(server: TinyServer, known: dict[str, list[int]]) -> None:
+    """What the server's draft knows from here on."""
+    write_script(server.folder / "script.json", known)
 
 
 def fifty_prompts(server: TinyServer) -> dict[str, tuple[list[int], list[int]]]:
@@ -83,21 +53,21 @@ def fifty_prompts(server: TinyServer) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def test_fifty_greedy_outputs_are_those_without_drafts_under_rollback_hits_and_eviction(
-    tiny_server: TinyServer, eagle3: Eagle3Server
+    tiny_server: TinyServer, eagle3_server: TinyServer
 ) -> None:
     known = fifty_prompts(tiny_server)
     assert len(known) == 50
-    write_script(eagle3.script, {key: output for key, (_, output) in known.items()})
-    eagle3.flush()
-    evicted_before = sum(eagle3.metric("sglang:evicted_tokens").values())
-    steps_before = sum(eagle3.metric("agentserve_speculation_steps").values())
-    accepted_before = eagle3.metric("agentserve_speculation_accepted_drafts")
+    say(eagle3_server, {key: output for key, (_, output) in known.items()})
+    eagle3_server.flush()
+    evicted_before = eagle3_server.total("sglang:evicted_tokens")
+    steps_before = eagle3_server.total("agentserve_speculation_steps")
+    accepted_before = eagle3_server.metric("agentserve_speculation_accepted_drafts")
 
     # The turns of a conversation one after the other, two conversations at once.
     prompts = [prompt for prompt, _ in known.values()]
     turns = [prompts[5 * i : 5 * i + 5] for i in range(10)]
     with ThreadPoolExecutor(2) as pool:
-        played = list(pool.map(lambda mine: [eagle3.generate(p, WANTED) for p in mine], turns))
+        played = list(pool.map(lambda mine: [eagle3_server.generate(p, WANTED) for p in mine], turns))
     answers = [answer for conversation in played for answer in conversation]
 
     total: Counter[int] = Counter()
@@ -111,34 +81,34 @@ def test_fifty_greedy_outputs_are_those_without_drafts_under_rollback_hits_and_e
     # Every number of accepted drafts, from none to all, happened often.
     assert min(total[n] for n in range(DRAFTS + 1)) >= 10, total
 
-    assert sum(eagle3.metric("agentserve_speculation_steps").values()) - steps_before == total.total()
-    accepted = eagle3.metric("agentserve_speculation_accepted_drafts")
+    assert eagle3_server.total("agentserve_speculation_steps") - steps_before == total.total()
+    accepted = eagle3_server.metric("agentserve_speculation_accepted_drafts")
     for position in range(1, DRAFTS + 1):
         labels = f'{{mode="real",position="{position}"}}'
         wanted = sum(steps for drafts, steps in total.items() if drafts >= position)
         assert accepted[labels] - accepted_before.get(labels, 0) == wanted
 
-    assert sum(eagle3.metric("sglang:evicted_tokens").values()) - evicted_before > KV_TOKENS / 2
+    assert eagle3_server.total("sglang:evicted_tokens") - evicted_before > EAGLE3_KV_TOKENS / 2
     hits = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
     assert hits > 0.3 * sum(map(len, prompts))
 
 
-def test_a_cached_answer_is_continued_as_a_cold_one(tiny_server: TinyServer, eagle3: Eagle3Server) -> None:
+def test_a_cached_answer_is_continued_as_a_cold_one(tiny_server: TinyServer, eagle3_server: TinyServer) -> None:
     """The second turn reads whole pages that verification wrote, with rejected drafts among them."""
     rng = random.Random(9)
     prompt = [rng.randrange(16, 250) for _ in range(100)]
     long = tiny_server.generate(prompt, 164)["output_ids"]
-    write_script(eagle3.script, {key_of(prompt): long})
-    eagle3.flush()
+    say(eagle3_server, {key_of(prompt): long})
+    eagle3_server.flush()
     tiny_server.flush()
-    assert eagle3.generate(prompt, 160)["output_ids"] == long[:160]
+    assert eagle3_server.generate(prompt, 160)["output_ids"] == long[:160]
     following = prompt + long[:158] + [rng.randrange(16, 250) for _ in range(30)]
-    warm = eagle3.generate(following, 8)
+    warm = eagle3_server.generate(following, 8)
     assert warm["meta_info"]["cached_tokens"] == 2 * PAGE  # of 258 tokens, 158 of them written by the model
     assert warm["output_ids"] == tiny_server.generate(following, 8)["output_ids"]
 
 
-def test_prefixes_that_end_on_a_page_hit_as_without_drafts(tiny_server: TinyServer, eagle3: Eagle3Server) -> None:
+def test_prefixes_that_end_on_a_page_hit_as_without_drafts(tiny_server: TinyServer, eagle3_server: TinyServer) -> None:
     """SGLang's keys of token pairs would lose the last page of every one of these."""
     rng = random.Random(5)
 
@@ -148,16 +118,16 @@ def test_prefixes_that_end_on_a_page_hit_as_without_drafts(tiny_server: TinyServ
 
     shared = [rng.randrange(16, 250) for _ in range(6 * PAGE)]
     prompts = [shared[: pages * PAGE] + [rng.randrange(16, 250) for _ in range(140)] for pages in (6, 5, 6, 3, 6)]
-    found = hits(eagle3)
+    found = hits(eagle3_server)
     assert found == [0, 5 * PAGE, 6 * PAGE, 3 * PAGE, 6 * PAGE]
     assert found == hits(tiny_server)
 
 
 def test_a_replay_hits_the_same_with_and_without_drafts_and_reports_acceptance(
-    tiny_server: TinyServer, eagle3: Eagle3Server, tmp_path: Path
+    tiny_server: TinyServer, eagle3_server: TinyServer, tmp_path: Path
 ) -> None:
     runs = {}
-    for name, server in (("off", tiny_server), ("on", eagle3)):
+    for name, server in (("off", tiny_server), ("on", eagle3_server)):
         out = tmp_path / name
         # One after the other, so that both servers see the same order.
         trace = "generated:preset=tiny,sessions=1,seed=7"

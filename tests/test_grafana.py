@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import REPOSITORY, TinyServer
+from tests.conftest import REPOSITORY
+from tests.servers import TinyServer
 
 DASHBOARD = json.loads((REPOSITORY / "docs" / "grafana" / "agentserve.json").read_text())
 METRICS_PAGE = REPOSITORY / "docs" / "design" / "watch.md"

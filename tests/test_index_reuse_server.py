@@ -8,11 +8,9 @@ the rule of ``test_m3_parity``: the reference decides every top-k of theirs by m
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,12 @@ import httpx
 import pytest
 import torch
 
-from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
-from agentserve.launch.tiny import tiny_server
 from agentserve.runtime import torchvision_operators
 from agentserve.runtime.index_reuse import ReusePattern, parse_index_reuse
 from offload.state import shareable_layers
-from tests.conftest import PREFILL_CHUNK, TinyServer
 from tests.parity import MARGIN, TOLERANCE, ClosestChoice, difference
-from tests.scripted_draft import enable, key_of, write_script
+from tests.scripted_draft import key_of, write_script
+from tests.servers import PREFILL_CHUNK, REUSE, REUSE_EAGLE3, REUSE_KV_TOKENS, TinyServer
 
 torchvision_operators.declare()
 
@@ -36,12 +32,8 @@ from tests.reference_m3 import ReferenceM3  # noqa: E402
 
 pytestmark = pytest.mark.server
 
-REUSE = "freq:4"  # of the tiny M3's sparse layers 1..5: 1 and 5 choose, 2 to 4 take over
-TP = int(os.environ.get("AGENTSERVE_TEST_TP", "1"))
-EAGLE3 = os.environ.get("AGENTSERVE_TEST_EAGLE3") == "1"
-STEP = "verify" if EAGLE3 else "decode"  # the mode of a pass that writes tokens
+STEP = "verify" if REUSE_EAGLE3 else "decode"  # the mode of a pass that writes tokens
 NEW_TOKENS = 8
-KV_TOKENS = 4_096  # half of what the prompts leave behind
 LENGTHS = (40, 150, 700, 950, 1100, 1300, 1600, 1750)
 KEPT = 6  # at least so many of them
 
@@ -54,23 +46,8 @@ class Prompt:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reuse")
-
-
-@pytest.fixture(scope="module")
-def server(tiny_checkpoint: Path, folder: Path) -> Iterator[TinyServer]:
-    settings: dict[str, Any] = {
-        "kv.capacity_tokens": KV_TOKENS,
-        "prefill_chunk": PREFILL_CHUNK,
-        "index_reuse": REUSE,
-        "tp": TP,
-    }
-    if EAGLE3:
-        settings["eagle3.draft"] = str(write_tiny_eagle3(folder / "draft"))
-        settings["env"] = dict(enable(folder / "plugin", folder / "script.json"))
-    with tiny_server(settings, checkpoint=tiny_checkpoint, log=folder / "server.log") as process:
-        yield TinyServer(process.plan.url, tiny_checkpoint, 128, process)
+def server(reuse_server: TinyServer) -> TinyServer:
+    return reuse_server
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +57,7 @@ def pattern(tiny_checkpoint: Path) -> ReusePattern:
 
 
 @pytest.fixture(scope="module")
-def prompts(server: TinyServer, pattern: ReusePattern, folder: Path) -> list[Prompt]:
+def prompts(server: TinyServer, pattern: ReusePattern) -> list[Prompt]:
     reference = ReferenceM3(server.checkpoint)
     reference.share_selections(pattern.source_of)
     kept = []
@@ -96,9 +73,9 @@ def prompts(server: TinyServer, pattern: ReusePattern, folder: Path) -> list[Pro
     print(f"kept prompts of {lengths} tokens")
     assert len(kept) >= KEPT
     assert max(lengths) > PREFILL_CHUNK, "no prompt that is prefilled in chunks"
-    if EAGLE3:  # from here on drafts are right in part
+    if REUSE_EAGLE3:  # from here on drafts are right in part
         more = {key_of(p.ids): p.output + [0] * 4 for p in kept}  # drafts reach beyond the end
-        write_script(folder / "script.json", more)
+        write_script(server.folder / "script.json", more)
     return kept
 
 
@@ -136,7 +113,7 @@ def test_cached_prefix(server: TinyServer, prompts: list[Prompt]) -> None:
 def test_hits_between_evictions(server: TinyServer, prompts: list[Prompt]) -> None:
     """Each prompt twice in a row, behind the others: the first time it may find little, the second time all."""
     server.flush()
-    before, hits = evicted(server), 0
+    before, hits = server.total("sglang:evicted_tokens"), 0
     for prompt in prompts + prompts[::-1]:
         for _ in range(2):
             got = meta(server, prompt.ids)
@@ -144,15 +121,7 @@ def test_hits_between_evictions(server: TinyServer, prompts: list[Prompt]) -> No
             assert difference(got["output_token_logprobs"], prompt.logprobs, len(prompt.ids)) < TOLERANCE
         assert got["cached_tokens"] == (len(prompt.ids) - 1) // server.page_size * server.page_size
     assert hits > 0
-    assert evicted(server) - before > KV_TOKENS / 2
-
-
-def evicted(server: TinyServer) -> float:
-    """Tokens that SGLang evicted so far."""
-    text = httpx.get(server.url + "/metrics", timeout=30).text
-    return sum(
-        float(n) for n in re.findall(r"^sglang:evicted_tokens(?:_total)?(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
-    )
+    assert server.total("sglang:evicted_tokens") - before > REUSE_KV_TOKENS / 2
 
 
 def test_greedy_output_is_the_sharing_references_argmax(prompts: list[Prompt]) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
@@ -15,6 +11,7 @@ from agentserve.runtime import torchvision_operators
 torchvision_operators.declare()
 
 from agentserve.runtime import sglang_plugin  # noqa: E402
+from tests.registry import Registered  # noqa: E402
 from tests.test_sglang_hooks import parameters, target_of  # noqa: E402
 
 _CACHE = "sglang.srt.mem_cache"
@@ -81,34 +78,12 @@ def test_a_prefill_batch_still_says_what_starts_in_it() -> None:
     assert "self.extend_end" in batch
 
 
-PROBE = """
-from agentserve.runtime import torchvision_operators
-torchvision_operators.declare()
-from agentserve.runtime import sglang_plugin
-sglang_plugin.register()
-from sglang.srt.mem_cache.registry import registered_radix_cache_backends
-from sglang.srt.plugins.hook_registry import HookRegistry
-print(sorted(HookRegistry._hooks), registered_radix_cache_backends())
-"""
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, "[] []"),
-        (
-            {"AGENTSERVE_EVICTION": "gittins"},
-            "['sglang.srt.managers.scheduler.Scheduler.close_session', "
-            "'sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill', "
-            "'sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer'] ['agentserve']",
-        ),
-    ],
-)
-def test_nothing_is_registered_unless_a_policy_was_asked_for(environment: dict[str, str], expected: str) -> None:
-    kept: dict[str, Any] = {
-        name: value for name, value in os.environ.items() if not name.startswith(("AGENTSERVE_", "SGLANG_"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env={**kept, **environment}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip().splitlines()[-1] == expected
+def test_nothing_is_registered_unless_a_policy_was_asked_for(registered_by: dict[str, Registered]) -> None:
+    assert registered_by["nothing"] == ([], [])
+    hooks, backends = registered_by["policy"]
+    assert hooks == [
+        "sglang.srt.managers.scheduler.Scheduler.close_session",
+        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+    ]
+    assert backends == ["agentserve"]

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from agentserve.runtime import torchvision_operators
-from tests.conftest import PREFILL_CHUNK, TinyServer
 from tests.parity import MARGIN, TOLERANCE, ClosestChoice, difference
+from tests.servers import PREFILL_CHUNK, TinyServer
 
 torchvision_operators.declare()
 

@@ -9,7 +9,7 @@ import pytest
 
 from eval.bench import planted_workloads as workloads
 from eval.bench.planted_causes import Result, Served, against, alignment_loss, as_json, as_markdown, play
-from tests.conftest import TinyServer
+from tests.servers import TinyServer
 from traces.model import MAIN_FLOW
 from traces.replay.given import GivenFlow, GivenTurn, given_prompts
 from traces.replay.metrics import over_time, read_metrics

@@ -13,10 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from agentserve.cli.report import command as report_command
-from agentserve.launch.tiny import tiny_server as start_tiny_server
 from eval.report import load_run, summarize
 from radix_cache.rates import hit_tokens
-from tests.conftest import TinyServer
+from tests.servers import TinyServer
 from traces.replay import read_run
 from traces.replay.config import ReplayConfig
 from traces.replay.record import RequestRecord
@@ -54,7 +53,7 @@ def test_twenty_real_sessions_realize_the_theoretical_rate(
 ) -> None:
     """A cache large enough for all of them: what the server hits is what the definition says, request by request."""
     records = run_replay(
-        tiny_server, tmp_path / "run", trace=str(weka_archive), sessions=20, max_turns=10, tokens_per_block=4,
+        tiny_server, tmp_path / "run", trace=str(weka_archive), sessions=20, max_turns=8, tokens_per_block=2,
         max_output=4, concurrency=4,
     )  # fmt: skip
     assert len({r.session for r in records}) == 20
@@ -80,9 +79,10 @@ def test_own_output_as_history_hits_what_was_generated(tiny_server: TinyServer, 
         trace=GENERATED,
         history="own",
         sharing=sharing,
+        sessions=3,
         concurrency=1,
         max_output=40,
-        max_turns=10,
+        max_turns=5,
     )
     assert off_theory(records, tiny_server.page_size) == []
     # the answer is part of what the next turn hits, which the recorded continuation never is
@@ -93,10 +93,10 @@ def test_own_output_as_history_hits_what_was_generated(tiny_server: TinyServer, 
 
 def test_same_seed_same_tokens_and_same_answers(tiny_server: TinyServer, tmp_path: Path) -> None:
     first = run_replay(
-        tiny_server, tmp_path / "a", trace=GENERATED, sessions=3, max_turns=8, concurrency=1, max_output=8
+        tiny_server, tmp_path / "a", trace=GENERATED, sessions=3, max_turns=5, concurrency=1, max_output=8
     )
     second = run_replay(
-        tiny_server, tmp_path / "b", trace=GENERATED, sessions=3, max_turns=8, concurrency=3, max_output=8
+        tiny_server, tmp_path / "b", trace=GENERATED, sessions=3, max_turns=5, concurrency=3, max_output=8
     )
     answers = [{(r.session, r.flow, r.turn): r.output_sha256 for r in run} for run in (first, second)]
     assert answers[0] == answers[1]
@@ -131,27 +131,31 @@ def test_the_report_credits_a_fast_path_by_the_servers_own_counter(tiny_server: 
     assert "Fast paths" in CliRunner().invoke(report_command, [str(out), "--no-html"]).output
 
 
-def test_a_server_that_dies_leaves_a_run_that_reports_and_resumes(tiny_server: TinyServer, tmp_path: Path) -> None:
+@pytest.mark.last
+def test_a_server_that_dies_leaves_a_run_that_reports_and_resumes(
+    tiny_server: TinyServer, small_server: TinyServer, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    with start_tiny_server(checkpoint=tiny_server.checkpoint) as process:
-        config = ReplayConfig(
-            trace=GENERATED, out=out, url=process.plan.url, think="none", concurrency=2, max_output=12, max_turns=10
-        )
+    process = small_server.process
+    config = ReplayConfig(
+        trace=GENERATED, out=out, url=small_server.url, think="none", concurrency=2, max_output=12, max_turns=5
+    )
 
-        def kill_mid_run() -> None:
-            lines = out / "requests.jsonl"
-            while not lines.exists() or lines.read_bytes().count(b"\n") < 8:
-                time.sleep(0.05)
-            schedulers = psutil.Process(process.pid).children(recursive=True)
-            for child in [*schedulers, psutil.Process(process.pid)]:
-                child.send_signal(signal.SIGKILL)
+    def kill_mid_run() -> None:
+        lines = out / "requests.jsonl"
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 8:
+            time.sleep(0.05)
+        schedulers = psutil.Process(process.pid).children(recursive=True)
+        for child in [*schedulers, psutil.Process(process.pid)]:
+            child.send_signal(signal.SIGKILL)
 
-        killer = threading.Thread(target=kill_mid_run, daemon=True)
-        killer.start()
-        result = replay(config, handle_signals=False)
-        killer.join()
-        assert result.status == "server_lost"
-        assert process.survivors() == []
+    killer = threading.Thread(target=kill_mid_run, daemon=True)
+    killer.start()
+    result = replay(config, handle_signals=False)
+    killer.join()
+    assert result.status == "server_lost"
+    process.stop()
+    assert process.survivors() == []
     recorded = len([r for r in read_run(out).records() if r.error is None])
     assert recorded >= 8
     said = CliRunner().invoke(report_command, [str(out), "--no-html"])

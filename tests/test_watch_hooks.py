@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from agentserve.watch.settings import WATCH_VARIABLE, asked_for
 torchvision_operators.declare()
 
 from agentserve.runtime import sglang_plugin  # noqa: E402
+from tests.registry import Registered  # noqa: E402
 from tests.test_sglang_hooks import parameters, target_of  # noqa: E402
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
@@ -66,25 +64,10 @@ def test_upstream_still_does_what_we_rely_on() -> None:
     assert "/agentserve" not in inspect.getsource(http_server)
 
 
-def test_nothing_is_registered_unless_asked_for() -> None:
-    """In a process of its own: the registry is one a process."""
-    code = (
-        "import os\n"
-        "from agentserve.runtime import torchvision_operators as t; t.declare()\n"
-        "from agentserve.runtime import sglang_plugin; sglang_plugin.register()\n"
-        "from sglang.srt.plugins.hook_registry import HookRegistry as R\n"
-        "bare = sorted(R._hooks)\n"
-        f"os.environ['{WATCH_VARIABLE}'] = '1'; sglang_plugin.register()\n"
-        "print(bare, '|', sorted(R._hooks))"
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AGENTSERVE_", "SGLANG_"))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=kept)
-    assert done.returncode == 0, done.stderr[-2000:]
-    bare, watched = done.stdout.splitlines()[-1].split("|")
-    assert _SCHEDULER not in bare
-    assert "add_prometheus_middleware" not in bare
-    assert _SCHEDULER in watched
-    assert "add_prometheus_middleware" in watched
+def test_nothing_is_registered_unless_asked_for(registered_by: dict[str, Registered]) -> None:
+    middleware = "sglang.srt.utils.common.add_prometheus_middleware"
+    assert not {_SCHEDULER, middleware} & set(registered_by["nothing"].hooks)
+    assert {_SCHEDULER, middleware} <= set(registered_by["watch"].hooks)
 
 
 def test_the_recipe_asks_for_it() -> None:

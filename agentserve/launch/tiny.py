@@ -20,14 +20,19 @@ READY_TIMEOUT_S = 600.0
 
 @contextmanager
 def tiny_server(
-    overrides: Mapping[str, Any] | None = None, *, checkpoint: Path | None = None, log: Path | None = None
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    checkpoint: Path | None = None,
+    log: Path | None = None,
+    wait: bool = True,
 ) -> Iterator[ServerProcess]:
-    """Start recipe ``tiny-cpu`` on a free port, wait until it generates, stop it on exit.
+    """Start recipe ``tiny-cpu`` on a free port, stop it on exit.
 
     Args:
         overrides: fields of the recipe, dotted, as ``{"kv.capacity_tokens": 131072}``.
         checkpoint: the tiny M3; None writes one (seed 0) to a temporary folder.
         log: the server's log; None keeps it in that folder, and it goes with it.
+        wait: until it generates; without, the caller calls ``wait_ready``, and can start another one meanwhile.
 
     Raises:
         RuntimeError: a check before the start failed; the message lists what and how to mend it.
@@ -46,5 +51,6 @@ def tiny_server(
         plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path(folder), draft=checked.draft)
         log = log or Path(folder) / "server.log"
         with offload_daemons(recipe, log.with_name("lmcache.log")), ServerProcess(plan, log) as server:
-            server.wait_ready(READY_TIMEOUT_S)
+            if wait:
+                server.wait_ready(READY_TIMEOUT_S)
             yield server
