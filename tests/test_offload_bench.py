@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from eval.bench.gpu_server import REAL, free_ports
-from eval.bench.offload_gain import answers_of, conclude, rates
+from eval.bench.offload_gain import conclude, rates
 from eval.bench.offload_gpu import good, where
 from eval.bench.offload_gpu_parts import CHUNK, state_bytes, write_checkpoint
 from eval.bench.offload_rig import crawl, descriptors, frozen, segments
-from eval.bench.offload_soak import growth, judge, waits
+from eval.bench.offload_soak import answers, growth, judge, together, waits
+from eval.bench.offload_soak import good as soaked
 from traces.replay.record import RequestError, RequestRecord
 
 
@@ -31,7 +32,7 @@ def record(turn: int, answer: str, *, seconds: float = 1.0, storage: int = 0, fa
 
 
 def test_a_wrong_and_a_failed_request_are_each_seen() -> None:
-    known = answers_of([record(0, "a"), record(1, "b"), record(2, "c")])
+    known = answers([record(0, "a"), record(1, "b"), record(2, "c")])
     passes = [[record(0, "a"), record(1, "x", seconds=9)], [record(2, "c", failed=True), record(0, "a", storage=512)]]
     found = judge(passes, known)
     assert (found["requests"], found["wrong_answers"], found["failed_requests"]) == (4, 1, 1)
@@ -54,6 +55,24 @@ print(generate_latest().decode())
     assert [found[name]["over_deadline_and_1_s"] for name in found] == [1, 0, 0]
     assert [found[name]["none_longer_than_s"] for name in found] == [5.0, 0.25, 6.0]
     assert abs(found["lookup"]["seconds"] - 6.12) < 1e-6
+
+
+def soak_of(**changed: Any) -> dict[str, Any]:
+    return {
+        "minutes": 5.0,
+        "faults": {"daemon slow": 2},
+        "with_faults": {"requests": 100, "failed_requests": 0, "wrong_answers": changed.get("wrong", 0)},
+        "waits": {name: {"over_deadline_and_1_s": changed.get(name, 0.0)} for name in ("lookup", "load", "store")},
+        "growth": {"read_locked_count": changed.get("locks", 0), "segments": -1},
+    }
+
+
+def test_one_bad_seed_makes_a_soak_bad() -> None:
+    fine = together({"1": soak_of(), "2": soak_of()})
+    assert (fine["minutes"], fine["requests"], fine["faults"]) == (10.0, 200, {"daemon slow": 4})
+    assert soaked(fine)
+    for one in ("wrong", "lookup", "load", "store", "locks"):
+        assert not soaked(together({"1": soak_of(), "2": soak_of(**{one: 1})})), one
 
 
 def test_growth_is_by_process_and_by_kind() -> None:

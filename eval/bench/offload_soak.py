@@ -197,11 +197,16 @@ def duration(record: RequestRecord) -> float:
     return record.done_s - record.sent_s
 
 
-def judge(passes: Sequence[list[RequestRecord]], known: dict[tuple[str, str, int], str | None]) -> dict[str, Any]:
+def answers(records: Sequence[RequestRecord]) -> dict[str, str]:
+    """The beginning of each answer's digest, by request."""
+    return {"/".join(map(str, key)): (digest or "")[:16] for key, digest in answers_of(records).items()}
+
+
+def judge(passes: Sequence[list[RequestRecord]], known: Mapping[str, str]) -> dict[str, Any]:
     """Answers against the run without offload, failures, and how long requests took altogether."""
     records = [record for one in passes for record in one]
-    answered = [record for record in records if record.error is None]
-    wrong = [r for r in answered if r.output_sha256 != known[r.session, r.flow, r.turn]]
+    answered = _answered(records)
+    wrong = [key for one in passes for key, digest in answers(_answered(one)).items() if digest != known[key]]
     times = sorted(duration(record) for record in records)
     return {
         "passes": len(passes),
@@ -214,61 +219,103 @@ def judge(passes: Sequence[list[RequestRecord]], known: dict[tuple[str, str, int
     }
 
 
+def together(seeds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """All seeds' runs in one: what there was, what was wrong, and the most that anything has grown."""
+    runs = list(seeds.values())
+    faulty = [run["with_faults"] for run in runs]
+    return {
+        "minutes": sum(run["minutes"] for run in runs),
+        "faults": dict(sum((Counter(run["faults"]) for run in runs), Counter())),
+        **{name: sum(one[name] for one in faulty) for name in ("requests", "failed_requests", "wrong_answers")},
+        "waited_over_deadline_and_1_s": {
+            name: sum(run["waits"][name]["over_deadline_and_1_s"] for run in runs) for name in DEADLINES
+        },
+        "growth": {name: max(run["growth"][name] for run in runs) for name in runs[0]["growth"]},
+    }
+
+
+def good(found: dict[str, Any]) -> bool:
+    """Whether nothing was wrong, nobody waited too long, and nothing has grown, in what ``together`` says."""
+    bad = found["failed_requests"] + found["wrong_answers"] + sum(found["waited_over_deadline_and_1_s"].values())
+    return not bad and all(by <= 0 for by in found["growth"].values())
+
+
+def _answered(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    return [record for record in records if record.error is None]
+
+
 @click.command(context_settings={"show_default": True})
 @click.argument("trace", default=TRACE)
-@click.option("--minutes", default=10.0)
-@click.option("--seed", default=1, help="Of the faults.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
+@click.option("--minutes", default=5.0, help="Of faults, for each seed.")
+@click.option("--seed", "seeds", multiple=True, type=int, default=(1, 2), help="Of the faults; may be repeated.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON; kept and added to.")
 @click.option("--concurrency", default=12, help="Sessions active at once.")
 @click.option("--max-turns", default=3)
 @click.option("--max-output", default=4)
 @click.option("--max-context", default=3000)
 @click.option("--think", default="scaled:0.1,capped:4")
-def main(trace: str, minutes: float, seed: int, out: Path | None, **settings: Any) -> None:
-    """Run both servers; exit code 1 when an answer differs, a request failed or waited too long, or something grew."""
+def main(trace: str, minutes: float, seeds: tuple[int, ...], out: Path | None, **settings: Any) -> None:
+    """Run what FILE lacks; exit code 1 when an answer differs, a request fails or waits too long, or anything grew."""
+    asked = {"command": "python -m eval.bench.offload_soak", "trace": trace, **settings, "deadlines_s": DEADLINES}
+    report: dict[str, Any] = {**asked, "seeds": {}}
+    if out is not None and out.exists():
+        report = json.loads(out.read_text())
+        if any(report.get(name) != value for name, value in asked.items()):
+            raise click.UsageError(f"{out} holds runs with other options: give another --out, or remove it")
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name:
         folder = Path(name)
         config = ReplayConfig(trace=trace, out=folder, **settings)
-        capacity = int(contexts_of(config) / 4) // PAGE * PAGE
+        capacity = report["capacity_tokens"] = int(contexts_of(config) / 4) // PAGE * PAGE
         checkpoint = write_tiny_checkpoint(folder / "m3")
         common = {"kv.capacity_tokens": capacity, "prefill_chunk": CHUNK_TOKENS}
-        with tiny_server(common, checkpoint=checkpoint, log=folder / "plain.log") as server:
-            plain = one_pass(config, server.plan.url, folder / "plain", flush_first=True)
-        known = answers_of(plain)
-        click.echo(f"without offload: {len(plain)} requests, slowest {max(map(duration, plain)):.1f} s", err=True)
+        if "without_offload" not in report:
+            with tiny_server(common, checkpoint=checkpoint, log=folder / "plain.log") as server:
+                plain = one_pass(config, server.plan.url, folder / "plain", flush_first=True)
+            report["without_offload"] = {
+                "requests": len(plain),
+                "slowest_request_s": round(max(map(duration, plain)), 2),
+                "answers": answers(plain),
+            }
+            save(report, out)
+            click.echo(f"without offload: {len(plain)} requests", err=True)
+        for seed in seeds:
+            if str(seed) not in report["seeds"]:
+                run = faulty_run(config, common, checkpoint, folder / str(seed), minutes=minutes, seed=seed)
+                run["with_faults"] = judge(run.pop("records"), report["without_offload"]["answers"])
+                report["seeds"][str(seed)] = {"minutes": minutes, **run}
+                report["together"] = together(report["seeds"])
+                save(report, out)
+    click.echo(json.dumps(report, indent=1))
+    sys.exit(0 if good(report["together"]) else 1)
 
-        redis = Redis(folder)
-        redis.start()
-        try:
-            with daemon(folder, l2=redis.url, frozen_after_s=30) as running:
-                overrides = common | {
-                    "offload.backend": "lmcache",
-                    "offload.address": f"127.0.0.1:{port_of(running)}",
-                    "offload.lookup_deadline": LOOKUP_S,
-                    "offload.load_deadline": LOAD_S,
-                    "offload.store_deadline": STORE_S,
-                }
-                with tiny_server(overrides, checkpoint=checkpoint, log=folder / "server.log") as server:
-                    result = soak(config, server, running, redis, minutes=minutes, seed=seed)
-        finally:
-            redis.kill()
-        passes = result.pop("records")
-    report = {
-        "command": f"python -m eval.bench.offload_soak --minutes {minutes:g} --seed {seed}",
-        "trace": trace, **settings, "capacity_tokens": capacity,
-        "deadlines_s": DEADLINES,
-        "without_offload": {"requests": len(plain), "slowest_request_s": round(max(map(duration, plain)), 2)},
-        "with_faults": judge(passes, known), **result,
-    }  # fmt: skip
-    text = json.dumps(report, indent=1)
-    click.echo(text)
+
+def save(report: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
-    found = report["with_faults"]
-    bad = found["failed_requests"] + found["wrong_answers"]
-    bad += sum(wait["over_deadline_and_1_s"] for wait in result["waits"].values())
-    sys.exit(1 if bad or any(by > 0 for by in result["growth"].values()) else 0)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def faulty_run(
+    config: ReplayConfig, common: dict[str, Any], checkpoint: Path, folder: Path, *, minutes: float, seed: int
+) -> dict[str, Any]:
+    """A server with a daemon and a Redis that faults are injected into; see ``soak``."""
+    folder.mkdir()
+    redis = Redis(folder)
+    redis.start()
+    try:
+        with daemon(folder, l2=redis.url, frozen_after_s=30) as running:
+            overrides = common | {
+                "offload.backend": "lmcache",
+                "offload.address": f"127.0.0.1:{port_of(running)}",
+                "offload.lookup_deadline": LOOKUP_S,
+                "offload.load_deadline": LOAD_S,
+                "offload.store_deadline": STORE_S,
+            }
+            with tiny_server(overrides, checkpoint=checkpoint, log=folder / "server.log") as server:
+                own = config.model_copy(update={"out": folder})
+                return soak(own, server, running, redis, minutes=minutes, seed=seed)
+    finally:
+        redis.kill()
 
 
 def soak(
