@@ -38,6 +38,7 @@ def render_terminal(report: Report, console: Console) -> None:
     """Prints the report. Text from records is printed as is, never as markup."""
     wide = console.width >= _WIDE
     run = report.run
+    _answer(report, console)
     console.print(Text(f"Run {printable(run.run_id)}", style="bold"))
     console.print(Text(printable(report.data_set.line)))
     engine = f"{run.client} {run.engine_version or ''}".rstrip()
@@ -54,7 +55,6 @@ def render_terminal(report: Report, console: Console) -> None:
     console.print(Text(progress(done)))
     if done.banner:
         console.print(Panel(Text(done.banner, style="bold"), border_style="red", title="Incomplete run"))
-    _answer(report, console)
     console.print(_rates(report))
     if report.attribution is None:
         console.print(_chain(report))
