@@ -2,7 +2,7 @@
 
 A start takes most of a minute, nearly all of it imports on one core. So there is one server for each configuration,
 and while tests use one, the next one that tests will need is on its way. A server ends after its last test: each
-takes about 2 GB.
+takes about 1.5 GB.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def healthy(tmp_path: Path, reports: list[str], frozen_after_s: float = 30.0) ->
 
 
 def wait_for_start(daemon: Daemon, number: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while daemon.starts < number or daemon.pid is None:
         assert time.monotonic() < deadline, f"start {number} never came"
         time.sleep(0.05)
