@@ -21,7 +21,7 @@ from traces.replay.rebuild import Sent, sent_requests
 from traces.replay.record import RequestRecord
 from traces.replay.run import replay, replayed_sessions
 from traces.replay.schedule import Think, recorded_think_s
-from traces.replay.select import Limits, select
+from traces.replay.select import select
 from traces.replay.store import Run, read_run
 
 SGLANG = "sglang"  # SGLang's own lru, nothing of ours
@@ -154,14 +154,7 @@ def _total(metrics: str, name: str) -> int:
 
 def contexts_of(config: ReplayConfig) -> float:
     """Mean sum of the live contexts that a replay will have, in tokens, before it is run."""
-    limits = Limits(
-        sessions=config.sessions,
-        max_turns=config.max_turns,
-        max_output=config.max_output,
-        tokens_per_block=config.tokens_per_block,
-        max_context=config.max_context,
-    )
-    sessions = select(open_trace(config.trace), limits).sessions
+    sessions = select(open_trace(config.trace), config.limits(config.max_context)).sessions
     return expected_contexts(sessions, config.concurrency, config.thinking, service_s=0.5)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from traces.replay.schedule import Think
+from traces.replay.select import Limits
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -67,3 +68,17 @@ class ReplayConfig(BaseModel):
     @property
     def thinking(self) -> Think:
         return Think.parse(self.think)
+
+    def limits(self, max_context: int | None) -> Limits:
+        """What is taken of the trace. ``max_context`` takes the place of the setting, which may be above a server's."""
+        return Limits(
+            sessions=self.sessions,
+            requests=self.limit_requests,
+            max_turns=self.max_turns,
+            max_output=self.max_output,
+            tokens_per_block=self.tokens_per_block,
+            max_context=max_context,
+            over_limit=self.over_limit,
+            shuffle=self.shuffle,
+            seed=self.seed,
+        )
