@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentserve.checkpoint.config import TinyM3Shape
+from agentserve.checkpoint.folder import make_folder
 from agentserve.checkpoint.tokenizer import (
     BOS,
     BYTE_TOKENS,
@@ -24,10 +25,6 @@ from agentserve.checkpoint.tokenizer import (
     special_token_id,
     write_tokenizer,
 )
-
-
-class CheckpointExistsError(FileExistsError):
-    """The target folder already holds something; pass ``overwrite`` to replace a checkpoint."""
 
 
 def write_tiny_checkpoint(
@@ -45,14 +42,12 @@ def write_tiny_checkpoint(
         The folder, to be passed to SGLang as the model path.
 
     Raises:
-        CheckpointExistsError: the folder is not empty and ``overwrite`` is not set.
+        CheckpointFolderError: the folder is not empty and ``overwrite`` is not set, or cannot take a checkpoint.
     """
     shape = shape or TinyM3Shape()
     if BYTE_TOKENS + len(SPECIAL_TOKENS) > shape.vocab_size:
         raise ValueError(f"vocab_size must be at least {BYTE_TOKENS + len(SPECIAL_TOKENS)}, got {shape.vocab_size}")
-    if folder.exists() and any(folder.iterdir()) and not overwrite:
-        raise CheckpointExistsError(f"{folder} is not empty; pass --overwrite to replace it or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, overwrite=overwrite)
     config = shape.hf_config(bos_id=special_token_id(BOS), eos_id=special_token_id(EOS))
     tensors = dict(_random_tensors(shape, seed))
     total = sum(t.numel() * t.element_size() for t in tensors.values())

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentserve.checkpoint.config import TinyM3Shape
-from agentserve.checkpoint.tiny import CheckpointExistsError
+from agentserve.checkpoint.folder import make_folder
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -90,12 +90,10 @@ def write_tiny_eagle3(
         The folder, to be passed to ``agentserve launch --eagle3``.
 
     Raises:
-        CheckpointExistsError: the folder is not empty and ``overwrite`` is not set.
+        CheckpointFolderError: the folder is not empty and ``overwrite`` is not set, or cannot take a checkpoint.
     """
     shape = shape or TinyDraftShape(TinyM3Shape())
-    if folder.exists() and any(folder.iterdir()) and not overwrite:
-        raise CheckpointExistsError(f"{folder} is not empty; pass --overwrite to replace it or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, overwrite=overwrite)
     save_file(dict(_tensors(shape, seed)), folder / "model.safetensors", metadata={"format": "pt"})
     # config.json last: a folder that has it is complete
     (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from agentserve.audit import Metrics, audit_rows
 from agentserve.audit.show import audit_table
-from agentserve.launch.facts import CheckpointError, CheckpointFacts, known_config, read_facts, resolve_model
+from agentserve.launch.facts import (
+    CheckpointError,
+    CheckpointFacts,
+    known_config,
+    read_draft,
+    read_facts,
+    resolve_model,
+)
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.recipe import RecipeError, find_recipe, load_recipe, parse_set
 from agentserve.runtime.server_facts import Device
@@ -105,6 +112,6 @@ def _launched(name: str | None, sets: tuple[str, ...]) -> tuple[Mapping[str, str
         facts,
         model=recipe.model,
         cwd=Path.cwd(),
-        draft=read_facts(resolve_model(draft)) if draft is not None else None,
+        draft=read_draft(draft) if draft is not None else None,
     )
     return plan.env, recipe.device, recipe.model

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
+
+from agentserve.checkpoint.folder import CheckpointFolderError
 
 
 @click.group()
@@ -21,14 +25,12 @@ def command() -> None:
 def tiny(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: bool) -> None:
     """Write a tiny MiniMax-M3 (six layers, 128-token sparse blocks, byte-level tokenizer) to FOLDER."""
     from agentserve.checkpoint.config import TinyM3Shape
-    from agentserve.checkpoint.tiny import CheckpointExistsError, write_tiny_checkpoint
+    from agentserve.checkpoint.tiny import write_tiny_checkpoint
 
     default = TinyM3Shape()
     shape = TinyM3Shape(dtype=dtype, num_layers=layers or default.num_layers)
-    try:
+    with _refusals(folder):
         write_tiny_checkpoint(folder, seed=seed, shape=shape, overwrite=overwrite)
-    except CheckpointExistsError as error:
-        raise click.ClickException(str(error)) from None
     click.echo(f"wrote {folder}: tiny M3, {shape.num_layers} layers, {shape.dtype}, seed {seed}")
 
 
@@ -41,16 +43,23 @@ def tiny(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: boo
 def tiny_eagle3(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: bool) -> None:
     """Write a random EAGLE3 draft for the tiny MiniMax-M3 to FOLDER."""
     from agentserve.checkpoint.config import TinyM3Shape
-    from agentserve.checkpoint.tiny import CheckpointExistsError
     from agentserve.checkpoint.tiny_eagle3 import TinyDraftShape, write_tiny_eagle3
 
     target = TinyM3Shape(dtype=dtype, num_layers=layers or TinyM3Shape().num_layers)
     shape = TinyDraftShape(target)
-    try:
+    with _refusals(folder):
         write_tiny_eagle3(folder, seed=seed, shape=shape, overwrite=overwrite)
-    except CheckpointExistsError as error:
-        raise click.ClickException(str(error)) from None
     click.echo(
         f"wrote {folder}: EAGLE3 draft for a tiny M3 of {target.num_layers} layers, hidden states after layers "
         f"{', '.join(map(str, shape.capture_layers))}, {dtype}, seed {seed}"
     )
+
+
+@contextmanager
+def _refusals(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointFolderError as error:
+        raise click.ClickException(str(error)) from None
+    except OSError as error:  # a full disk, a file that may not be replaced
+        raise click.ClickException(f"{folder}: {error}; name a folder that can be written") from None

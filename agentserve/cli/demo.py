@@ -12,13 +12,16 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from agentserve.launch.demo import demo_overrides, free_run_directory, replay_arguments
+from agentserve.checkpoint.folder import CheckpointFolderError
+from agentserve.launch.demo import GENERATED_TRACE, demo_overrides, free_run_directory, replay_arguments
 from agentserve.launch.host import free_port
 from agentserve.launch.plan import make_plan
 from agentserve.launch.preflight import preflight
 from agentserve.launch.process import ServerError, ServerProcess
 from agentserve.launch.recipe import find_recipe, load_recipe
 from agentserve.launch.show import print_findings, starting
+from traces.model import TraceError
+from traces.readers.base import resolve_format
 
 
 @click.command()
@@ -37,10 +40,17 @@ def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> N
 
     began = time.monotonic()
     console = Console(stderr=True, highlight=False)
+    try:
+        resolve_format(str(trace) if trace is not None else GENERATED_TRACE)
+    except TraceError as error:  # before a minute of waiting for the server
+        raise click.ClickException(f"--trace: {error}") from None
     if not (checkpoint / "config.json").is_file():
         from agentserve.checkpoint.tiny import write_tiny_checkpoint
 
-        write_tiny_checkpoint(checkpoint, overwrite=True)
+        try:
+            write_tiny_checkpoint(checkpoint, overwrite=True)
+        except CheckpointFolderError as error:
+            raise click.ClickException(f"--checkpoint: {error}") from None
         console.print(escape(f"wrote a tiny random MiniMax-M3 to {checkpoint}"))
     out = free_run_directory(out)
     recipe = load_recipe(find_recipe("tiny-cpu"), demo_overrides(free_port(), checkpoint))

@@ -70,7 +70,10 @@ _FIELD_OF_OPTION = {
 @click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
 @click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")
-@click.option("--timeout", default=1800.0, show_default=True, help="Seconds to wait until it is healthy.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=1800.0, show_default=True,
+    help="Seconds to wait until it is healthy.",
+)  # fmt: skip
 def command(
     recipe_name: str, sets: tuple[str, ...], dry_run: bool, log: Path | None, timeout: float, **flags: Any
 ) -> None:
@@ -93,8 +96,12 @@ def command(
         print_findings(errors, checked)
         model = str(checked.facts.path) if checked.facts else recipe.model
         plan = make_plan(recipe, checked.facts, model=model, cwd=Path.cwd(), draft=checked.draft)
-    except (RecipeError, PlanError) as error:
+    except RecipeError as error:
         errors.print(escape(str(error)), soft_wrap=True)
+        sys.exit(2)
+    except PlanError as error:
+        if checked.ok:  # else it says again, less clearly, what a finding said
+            errors.print(escape(str(error)), soft_wrap=True)
         sys.exit(2)
     if dry_run:
         print_plan(console, plan, recipe, checked.facts, checked.draft)

@@ -95,8 +95,7 @@ def command(
         with _display(quiet) as show:
             result = replay(config, resume=resume is not None, api_key=api_key, on_progress=show)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        raise click.UsageError(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
+        raise click.UsageError(_fault(error)) from error
     except ReplayError as error:
         raise click.ClickException(str(error)) from error
     click.echo(_summary(result))
@@ -150,6 +149,13 @@ def _errors(tally: Tally) -> str:
         return "no errors"
     kinds = ", ".join(f"{kind} {count}" for kind, count in tally.errors.most_common())
     return f"{tally.failed} failed ({kinds})"
+
+
+def _fault(error: ValidationError) -> str:
+    """The first setting that is wrong, by its option's name."""
+    fault = error.errors(include_url=False)[0]
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"--{str(fault['loc'][0]).replace('_', '-')}: {message}" if fault["loc"] else message
 
 
 def _range(vocab: str | None) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agentserve.launch.facts import CheckpointError, CheckpointFacts, read_facts, resolve_model
+from agentserve.launch.facts import CheckpointError, CheckpointFacts, read_draft, read_facts, resolve_model
 from agentserve.launch.plan import cache_dtypes, index_sources, served_dtype
 from agentserve.launch.recipe import Override, Recipe, RecipeError, find_recipe, load_recipe, parse_set
 from agentserve.runtime.index_reuse import IndexReuseError, parse_index_reuse
@@ -123,7 +123,7 @@ def _setup(recipe: Recipe, facts: CheckpointFacts, *, memory: float | None, frac
         index_sources=index_sources(recipe, facts),
         compared_sources=compared.pattern(shareable_layers(facts.config)).sources,
         page_size=recipe.page_size or facts.block_size or 128,
-        draft_config=None if draft is None else read_facts(resolve_model(draft)).config,
+        draft_config=None if draft is None else read_draft(draft).config,
         memory_bytes=memory * share * 2**30 if memory is not None and share is not None else None,
     )
 

@@ -156,6 +156,15 @@ def read_facts(path: Path) -> CheckpointFacts:
     return CheckpointFacts(path, config, names, missing, size)
 
 
+def read_draft(draft: str) -> CheckpointFacts:
+    """The facts of an EAGLE3 draft, given as a model is. Raises CheckpointError that speaks of a draft."""
+    try:
+        return read_facts(resolve_model(draft))
+    except CheckpointError as error:
+        fix = error.fix.replace("--model", "--eagle3").replace("checkpoint tiny ", "checkpoint tiny-eagle3 ")
+        raise CheckpointError(f"EAGLE3 draft: {error}", fix) from None
+
+
 def known_config(model: str) -> Mapping[str, Any] | None:
     """The config of a model that is on this machine, or M3's published geometry; None where neither."""
     try:

@@ -16,6 +16,7 @@ from agentserve.launch.facts import (
     M3_ARCHITECTURES,
     CheckpointError,
     CheckpointFacts,
+    read_draft,
     read_facts,
     resolve_model,
 )
@@ -68,9 +69,9 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
     draft = None
     if recipe.eagle3.draft is not None:
         try:
-            draft = read_facts(resolve_model(recipe.eagle3.draft))
+            draft = read_draft(recipe.eagle3.draft)
         except CheckpointError as error:
-            findings.append(Finding("error", f"EAGLE3 draft: {error}", error.fix.replace("--model", "--eagle3")))
+            findings.append(Finding("error", str(error), error.fix))
         if facts is not None and draft is not None:
             findings += check_draft(recipe, facts, draft)
     findings += check_pages(recipe, facts)

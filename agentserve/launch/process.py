@@ -76,10 +76,17 @@ class ServerProcess:
         self._handlers: dict[signal.Signals, signal.Handlers | Callable[..., object] | int | None] = {}
 
     def __enter__(self) -> Self:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            out = self.log.open("wb")
+        except OSError as error:
+            reason = error.strerror or error
+            raise ServerError(
+                f"the server's log {self.log} cannot be written ({reason}); name another place", None, self.log
+            ) from None
         self.catch_signals()
         try:
-            with self.log.open("wb") as out:
+            with out:
                 self._process = subprocess.Popen(
                     self.plan.argv,
                     env=self.plan.environment(os.environ),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentserve.launch.offload import Offload
 from agentserve.runtime.index_reuse import parse_index_reuse
@@ -72,6 +72,18 @@ def _scalar_to_str(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
 
+def _acceptance(value: Any) -> Any:
+    if value is None or value == "golden":
+        return value
+    try:
+        length = float(value)
+    except (TypeError, ValueError):
+        length = 0.0
+    if not length >= 1:
+        raise ValueError(f"write tokens a verification, 1 or more, or golden; got {value!r}")
+    return length
+
+
 _Text = Annotated[str, BeforeValidator(_scalar_to_str)]
 
 
@@ -125,7 +137,7 @@ class Eagle3(_Model):
     capture_layers: list[Annotated[int, Field(ge=0)]] | None = None  # None: those that the draft's config names
     # Tokens per verification as if the draft were that good; "golden": as measured for this number of steps. What is
     # written is then not what the model would write. None: real verification.
-    synthetic_length: Annotated[float, Field(ge=1)] | Literal["golden"] | None = None
+    synthetic_length: Annotated[float | Literal["golden"] | None, BeforeValidator(_acceptance)] = None
     radix_keys: Literal["token", "pair"] = "token"  # pair: SGLang's own, which loses a page a prefix
 
     @property
@@ -177,6 +189,20 @@ class Recipe(_Model):
     env: dict[str, _Text] = Field(default_factory=dict)
     extra_args: list[_Text] = Field(default_factory=list)
     cpu: Cpu = Cpu()
+
+    @field_validator("index_reuse")
+    @classmethod
+    def _readable_reuse(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_index_reuse(text)
+        return text
+
+    @field_validator("kv_events")
+    @classmethod
+    def _zmq_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"{endpoint!r} is no ZMQ endpoint; write tcp://*:PORT")
+        return endpoint
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
