@@ -255,7 +255,7 @@ def test_resume_refuses_another_trace_another_limit_and_other_settings(trace: Pa
         replay(ReplayConfig(trace=str(trace), out=out, url=url, think="none", vocab=VOCAB, limit_requests=4))
         code, output = invoke("--resume", out, "--seed", "3")
         assert code == 2
-        assert "leave out seed" in output
+        assert "leave out --seed" in output
         before = (out / "requests.jsonl").read_bytes()
         server.context_length = 500
         with pytest.raises(ReplayError, match="this server takes 493"):

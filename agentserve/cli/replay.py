@@ -85,7 +85,7 @@ def command(
     """
     try:
         if resume is not None:
-            _refuse_settings(ctx, trace, out)
+            _refuse_settings(ctx)
             config = resumed_config(resume, url=url)
         elif trace is None or out is None:
             raise click.UsageError("give a TRACE and --out RUN, or --resume RUN")
@@ -167,12 +167,15 @@ def _range(vocab: str | None) -> tuple[int, int] | None:
     return int(low), int(high)
 
 
-def _refuse_settings(ctx: click.Context, trace: str | None, out: Path | None) -> None:
+def _refuse_settings(ctx: click.Context) -> None:
     """A resumed run keeps its settings: another one beside it would be ignored without a word."""
     allowed = {"resume", "url", "api_key", "quiet"}
     given = [
-        name for name in ctx.params
-        if name not in allowed and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    ]  # fmt: skip
+        parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+        for parameter in ctx.command.params
+        if parameter.name is not None
+        and parameter.name not in allowed
+        and ctx.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    ]
     if given:
-        raise click.UsageError(f"--resume takes its settings from the run: leave out {', '.join(sorted(given))}")
+        raise click.UsageError(f"--resume takes its settings from the run: leave out {', '.join(given)}")

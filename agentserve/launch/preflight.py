@@ -97,6 +97,7 @@ def preflight(recipe: Recipe, *, env: Mapping[str, str] | None = None) -> Prefli
 
 
 def check_weights(facts: CheckpointFacts) -> Iterator[Finding]:
+    """The files that the index names are there."""
     if not facts.weight_files:
         yield Finding("error", f"{facts.path} holds no safetensors files", "download or write the checkpoint again")
     if facts.missing_files:
@@ -110,6 +111,7 @@ def check_weights(facts: CheckpointFacts) -> Iterator[Finding]:
 
 
 def check_architecture(facts: CheckpointFacts) -> Iterator[Finding]:
+    """It is an M3: the plugin's hooks are for no other model."""
     if not facts.is_m3:
         yield Finding(
             "error",
@@ -120,6 +122,7 @@ def check_architecture(facts: CheckpointFacts) -> Iterator[Finding]:
 
 
 def check_draft(recipe: Recipe, facts: CheckpointFacts, draft: CheckpointFacts) -> Iterator[Finding]:
+    """The draft is whole and was made for a target of these sizes."""
     yield from check_weights(draft)
     for what, fix in draft_faults(facts.text_config, draft.config, draft.architecture, recipe.eagle3.capture_layers):
         yield Finding("error", f"{draft.path / 'config.json'}: {what}", fix)
@@ -137,6 +140,7 @@ def check_page_size(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]
 
 
 def check_pages(recipe: Recipe, facts: CheckpointFacts | None) -> Iterator[Finding]:
+    """Chunks and capacity are whole pages, which SGLang would round or refuse."""
     page = recipe.page_size or (facts.block_size if facts else None)
     if page is None:
         return
@@ -158,6 +162,7 @@ def check_pages(recipe: Recipe, facts: CheckpointFacts | None) -> Iterator[Findi
 
 
 def check_context(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
+    """The longest request fits the checkpoint's positions and the cache."""
     limit = facts.max_positions
     if recipe.context_length is not None and limit is not None and recipe.context_length > limit:
         yield Finding(
@@ -176,6 +181,7 @@ def check_context(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
 
 
 def check_index_reuse(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
+    """The pattern of shared selections fits the checkpoint's sparse layers."""
     try:
         index_sources(recipe, facts)
     except (IndexReuseError, StateError) as error:
@@ -183,12 +189,14 @@ def check_index_reuse(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Findin
 
 
 def check_port(recipe: Recipe) -> Iterator[Finding]:
+    """Nobody else listens there."""
     problem = host.port_problem(recipe.host, recipe.port)
     if problem is not None:
         yield Finding("error", problem, "stop that process, or pass --port with a free one")
 
 
 def check_software(recipe: Recipe) -> Iterator[Finding]:
+    """SGLang's version, our plugin in this Python, and a torch for the device."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -222,6 +230,7 @@ def check_software(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_cores(recipe: Recipe, cores: int) -> Iterator[Finding]:
+    """All ranks' threads have cores of their own."""
     wanted = recipe.tp * recipe.cpu.omp_threads
     if wanted > cores:
         yield Finding(
@@ -254,6 +263,7 @@ def check_ram(
 
 
 def check_gpus(recipe: Recipe, gpus: list[host.Gpu] | None) -> Iterator[Finding]:
+    """A driver answers and shows a GPU for each rank."""
     if gpus is None:
         tool = "nvidia-smi" if recipe.device == "cuda" else "rocm-smi"
         yield Finding("error", f"{tool} does not answer: no usable GPU driver", "use a recipe for a CPU: tiny-cpu")
@@ -288,6 +298,7 @@ def check_gpu_memory(
 
 
 def check_open_files(soft: int, hard: int) -> Iterator[Finding]:
+    """Limits on open files, soft and hard, are enough for the clients: two of them a connection."""
     if soft < MIN_OPEN_FILES:
         yield Finding("error", f"only {soft} files may be open (hard limit {hard})", "raise it with `ulimit -Hn`")
     elif soft < SGLANG_OPEN_FILES:
@@ -300,6 +311,7 @@ def check_open_files(soft: int, hard: int) -> Iterator[Finding]:
 
 
 def check_shm(recipe: Recipe, free: int | None) -> Iterator[Finding]:
+    """Ranks exchange tensors through shared memory; bytes free there, None: there is none."""
     if recipe.tp > 1 and (free is None or free < MIN_SHM):
         size = "missing" if free is None else f"{_gb(free)} free"
         yield Finding("warning", f"/dev/shm is {size}: tp > 1 exchanges data there", "give the container --shm-size 8g")

@@ -7,7 +7,7 @@ arguments. What has no field here goes into ``extra_args`` and ``env`` unchanged
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from agentserve.launch.explain import explain
 from agentserve.launch.offload import Offload
 from agentserve.runtime.index_reuse import parse_index_reuse
 from agentserve.runtime.policy_settings import PolicySettings
@@ -300,7 +301,7 @@ def load_recipe(path: Path, overrides: Iterable[Override] = ()) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise RecipeError(_explain(error, str(path), origins)) from None
+        raise RecipeError(explain(error, Recipe, str(path), origins)) from None
 
 
 def _apply(data: dict[str, Any], override: Override, file: str) -> None:
@@ -318,38 +319,3 @@ def _apply(data: dict[str, Any], override: Override, file: str) -> None:
     if parents == ["kv"] and rival and override.value is not None:
         target.pop(rival, None)
     target[leaf] = override.value
-
-
-def _explain(error: ValidationError, file: str, origins: Mapping[str, str]) -> str:
-    lines = []
-    for problem in error.errors():
-        loc = tuple(str(part) for part in problem["loc"])
-        field = ".".join(loc)
-        where = f"{file}, {origins[field]}" if field in origins else file
-        if field:
-            where += f", field '{field}'"
-        lines.append(f"{where}: {_remedy(problem['type'], problem['msg'], loc, problem.get('input'))}")
-    return "\n".join(lines)
-
-
-def _remedy(kind: str, message: str, loc: tuple[str, ...], value: Any) -> str:
-    if kind == "extra_forbidden":
-        known = _fields_at(loc[:-1])
-        near = difflib.get_close_matches(loc[-1], known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
-        return f"unknown field; {hint}"
-    if kind == "missing":
-        return "is missing; add it to the recipe or pass it with --set"
-    if kind == "value_error":
-        return message.removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}; got {value!r}"
-
-
-def _fields_at(loc: tuple[str, ...]) -> list[str]:
-    model: type[BaseModel] = Recipe
-    for part in loc:
-        annotation = model.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)

@@ -29,6 +29,7 @@ class PolicySettings(NamedTuple):
         admission_policy(self.admission)
 
     def environment(self) -> dict[str, str]:
+        """Variables for the server, which ``settings_from`` reads there."""
         return {
             EVICTION_VARIABLE: self.eviction,
             ADMISSION_VARIABLE: self.admission,

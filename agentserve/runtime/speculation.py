@@ -42,6 +42,7 @@ class SpeculationSettings(NamedTuple):
         return "real" if self.length is None else "synthetic"
 
     def environment(self) -> dict[str, str]:
+        """Variables for the server: ours, and SGLang's own switches of synthetic acceptance."""
         variables = {
             MODE_VARIABLE: self.mode,
             KEYS_VARIABLE: self.keys,

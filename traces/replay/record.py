@@ -59,6 +59,8 @@ class ServerInfo(_Model):
 
 
 class RunHeader(_Model):
+    """``run.json``: what is replayed, how and against what; lengths in tokens."""
+
     schema_version: int = SCHEMA_VERSION
     agentserve_version: str
     run_id: str
@@ -83,6 +85,8 @@ class RunHeader(_Model):
 
 
 class RequestError(_Model):
+    """Why a request counts as failed."""
+
     kind: Literal["http", "connection", "timeout", "length_mismatch", "short_output", "protocol"]
     message: str
 
@@ -97,6 +101,8 @@ class OffloadAnswer(_Model):
 
 
 class RequestRecord(_Model):
+    """A line of ``requests.jsonl``, written when the request ended; lengths in tokens, times in seconds of the run."""
+
     # identity
     session: str
     flow: str
@@ -136,6 +142,8 @@ class RequestRecord(_Model):
 
 
 class RunEvent(_Model):
+    """A line of ``events.jsonl``; ``at_s`` in seconds of the run."""
+
     at_s: float
     # ended: the server was told that a session (flow is None) or one flow is over; end_failed: it did not take it.
     kind: Literal["started", "resumed", "dropped", "server_lost", "interrupted", "finished", "ended", "end_failed"]

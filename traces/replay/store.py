@@ -85,6 +85,7 @@ class RunWriter:
         os.replace(temporary, self.path / HEADER)
 
     def record(self, record: RequestRecord, output: Output | None) -> None:
+        """Append a request's record, and its answer, which own history and resuming need."""
         # The output goes first: a record on disk then always has its output beside it.
         if output is not None and len(output):
             content = {"text": output} if isinstance(output, str) else {"tokens": output}

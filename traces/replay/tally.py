@@ -36,6 +36,7 @@ class Tally:
     theoretical: HitRate = field(default_factory=HitRate)
 
     def add(self, record: RequestRecord) -> None:
+        """Count a request; its tokens only where it succeeded and the server reported cached ones."""
         self.requests += 1
         if record.error is not None:
             self.failed += 1

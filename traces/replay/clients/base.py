@@ -197,6 +197,7 @@ def unfinished() -> RequestError:
 
 
 async def probe(http: httpx.AsyncClient, path: str) -> bool:
+    """Whether anything answers within 2 s but a server error."""
     try:
         response = await http.get(path, timeout=2.0)
     except httpx.HTTPError:

@@ -30,6 +30,8 @@ from traces.replay.record import RequestError, ServerInfo
 
 
 class OpenAIClient:
+    """A ``Client`` of any OpenAI-compatible server: prompts are sent as words, so their lengths are near the recorded ones."""
+
     exact_prompt = False
     uses_messages = True
 

@@ -47,6 +47,8 @@ _SECRETS = ("api_key", "password", "keyfile", "secret")
 
 
 class SGLangClient:
+    """A ``Client`` of an SGLang server that takes and gives token ids."""
+
     exact_prompt = True
     exact_output = True
     uses_messages = False
