@@ -64,7 +64,7 @@ def _measured(trace: list[Session]) -> list[list[PrefixLengths]]:
     return lengths
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3).flatmap(lambda n: st.tuples(*(sessions(name=f"s{i}") for i in range(n)))))
 def test_block_level_lengths_equal_lengths_of_tokens(trace: tuple[Session, ...]) -> None:
     shared = SharedPrefixes()
