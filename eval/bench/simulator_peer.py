@@ -40,13 +40,14 @@ class _Line(msgspec.Struct):
     hash_ids: list[int]
 
 
-# Run by the package's own interpreter: processor seconds of its compiled core, which reads blocks from a file, and of
-# all that it does from the trace on.
+# Run by the package's own interpreter. Its compiled core reads the blocks from a file each time, so what it takes to
+# play is the difference to a run that plays nothing, one right after the other: processor seconds, as often as asked.
+# ``whole`` is all that it does from the trace on.
 _PEER = """
 import json, resource, sys, time
 from kvcache_sim.cpp_backend import ensure_cpp_simulator, run_cpp_sweep
 from kvcache_sim.trace import parse_trace_file
-path, capacities, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+path, capacities, pairs = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 ensure_cpp_simulator()
 trace = parse_trace_file(path, block_size=512)
 warm = trace.request_count // 2
@@ -55,17 +56,15 @@ def sweep(capacities, policies, trace=trace):
     result = run_cpp_sweep(trace, capacities=capacities, policies=policies, warmup_requests=warm)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, result
-answer = {"load": [sweep([], ["lru"])[0] for _ in range(rounds)]}
+answer = {}
 for policy in ("lru", "optimal"):
-    whole = []
-    for _ in range(3):
-        began = time.process_time()
-        again = parse_trace_file(path, block_size=512)
-        child, _ = sweep(capacities, [policy], again)
-        whole.append(time.process_time() - began + child)
-    runs = [sweep(capacities, [policy]) for _ in range(rounds)]
-    hits = {str(c): runs[-1][1].results[policy, c].hitTokens for c in capacities}
-    answer[policy] = {"seconds": [seconds for seconds, _ in runs], "hits": hits, "whole": whole}
+    began = time.process_time()
+    again = parse_trace_file(path, block_size=512)
+    child, result = sweep(capacities, [policy], again)
+    whole = time.process_time() - began + child
+    play = [-sweep([], [policy])[0] + sweep(capacities, [policy])[0] for _ in range(pairs)]
+    hits = {str(c): result.results[policy, c].hitTokens for c in capacities}
+    answer[policy] = {"play": play, "whole": whole, "hits": hits}
 print(json.dumps(answer))
 """
 
@@ -85,9 +84,9 @@ def peer_python(folder: Path) -> Path:
     return python
 
 
-def run_peer(python: Path, trace: Path, capacities: list[int], rounds: int) -> dict[str, Any]:
-    """Processor seconds and hit tokens of the package; ``trace`` is a plain ``.jsonl``."""
-    command = [str(python), "-c", _PEER, str(trace), json.dumps(capacities), str(rounds)]
+def run_peer(python: Path, trace: Path, capacities: list[int], pairs: int) -> dict[str, Any]:
+    """The package by policy: processor seconds playing and in all, and hit tokens; ``trace`` is a plain ``.jsonl``."""
+    command = [str(python), "-c", _PEER, str(trace), json.dumps(capacities), str(pairs)]
     answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return answer
 

@@ -40,6 +40,8 @@ from traces import open_trace
 WEKA, MOONCAKE = "weka-claude-code.tar.xz", "mooncake-conversation.jsonl.xz"
 WANTED_PER_S, WANTED_MB, WANTED_RATIO = 300e6, 200.0, 10.0  # issue 3
 CAPACITIES = [2000, 4000, 8000]  # blocks of 512 tokens
+NAMES = {"lru": "lru", "belady": "optimal"}  # ours and the package's
+PAIRS, REPETITIONS = 3, 15  # of the package and of ours in a round
 
 
 def weka(path: str, rounds: int) -> dict[str, Any]:
@@ -79,36 +81,49 @@ def in_own_process(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def mooncake(path: Path, python: Path, rounds: int) -> dict[str, Any]:
-    """Both simulators on one trace, the same capacities, in turn."""
+    """Both simulators on one trace and the same capacities, in turn: ``rounds`` times one right after the other.
+
+    A ratio is one of a round, in which both had the same machine; stated are the median and the quartiles of these.
+    """
     requests = read_requests(path)
     workload = sequential_workload(requests)
+    theirs, own, whole = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "trace.jsonl"
         plain.write_bytes(lzma.decompress(path.read_bytes()))
-        peer = run_peer(python, plain, CAPACITIES, rounds)
-        whole = {p: [run_whole(plain, p, CAPACITIES) for _ in range(3)] for p in ("lru", "belady")}
-    load = statistics.median(peer["load"])
+        for _ in range(rounds):
+            theirs.append(run_peer(python, plain, CAPACITIES, PAIRS))
+            own.append({p: run_own(workload, requests, p, CAPACITIES, REPETITIONS) for p in NAMES})
+            whole.append({p: run_whole(plain, p, CAPACITIES) for p in NAMES})
     result: dict[str, Any] = {"capacities_in_blocks": CAPACITIES, "block_accesses": workload.accesses}
-    for policy, name in (("lru", "lru"), ("belady", "optimal")):
-        runs = run_own(workload, requests, policy, CAPACITIES, rounds)
-        theirs = statistics.median(peer[name]["seconds"]) - load  # what it does beside reading and indexing
-        own = statistics.median(run.seconds for run in runs)
-        hits = {str(c): h for c, h in runs[-1].hits.items()}
+    for policy, name in NAMES.items():
+        hits = [{str(c): h for c, h in run.hits.items()} for runs in own for run in runs[policy]]
+        assert all(one == hits[0] for one in hits)
+        assert all(runs[policy].hits == own[0][policy][0].hits for runs in whole)
+        peer = theirs[0][name]["hits"]
         result[policy] = {
-            "seconds": {"kvcache-simulator": round(theirs, 4), "own": round(own, 4)},
-            "times_as_fast": round(theirs / own, 2),
-            "from_the_file_on": _from_the_file_on(peer[name]["whole"], [run.seconds for run in whole[policy]]),
-            "hit_tokens": {"kvcache-simulator": peer[name]["hits"], "own": hits},
-            "same_hits": peer[name]["hits"] == hits,
+            "playing": _beside(
+                [statistics.median(one[name]["play"]) for one in theirs],
+                [statistics.median(run.seconds for run in runs[policy]) for runs in own],
+            ),
+            "from_the_file_on": _beside([one[name]["whole"] for one in theirs], [r[policy].seconds for r in whole]),
+            "hit_tokens": {"kvcache-simulator": peer, "own": hits[0]},
+            "same_hits": peer == hits[0],
         }
-        assert whole[policy][-1].hits == runs[-1].hits
     return result
 
 
-def _from_the_file_on(theirs: list[float], own: list[float]) -> dict[str, Any]:
-    peer, ours = statistics.median(theirs), statistics.median(own)
-    seconds = {"kvcache-simulator": round(peer, 4), "own": round(ours, 4)}
-    return {"seconds": seconds, "times_as_fast": round(peer / ours, 2)}
+def _beside(theirs: list[float], own: list[float]) -> dict[str, Any]:
+    """Medians over rounds in processor seconds, and how the ratios of the rounds lie."""
+    ratios = sorted(a / b for a, b in zip(theirs, own, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    seconds = {"kvcache-simulator": round(statistics.median(theirs), 4), "own": round(statistics.median(own), 4)}
+    return {
+        "seconds": seconds,
+        "times_as_fast": round(middle, 2),
+        "times_as_fast_quartiles": [round(low, 2), round(high, 2)],
+        "rounds": len(ratios),
+    }
 
 
 @click.command()

@@ -1,7 +1,8 @@
-"""A set of small integers whose greatest is found in a few steps: words of 64 bits, and words over these words.
+"""A set of small integers whose greatest is found in a few steps: words of 64 bits, and marks over these words.
 
-What is in the set is a set bit of the lowest level; a bit of a level above says that the word below is not 0. A million
-integers take four levels.
+What is in the set is a set bit of ``words``. Bit ``w`` of the marks that follow ``marks[0]`` says that word ``w`` is
+not 0. No mark is set after the word of marks that ``marks[0]`` names: the search goes down from there. Adding and
+removing ask nothing of what else is in the set: branches that are guessed wrong cost more than the writes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ from radix_cache.simulator.layout import NONE
 
 
 def new_bitset(size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(words, where each level begins, the lowest first) of an empty set of integers below ``size``."""
-    begins, words = [0], max(1, -(-size // 64))
-    while words > 1:
-        begins.append(begins[-1] + words)
-        words = -(-words // 64)
-    return np.zeros(begins[-1] + 1, dtype=np.int64), np.array(begins, dtype=np.int64)
+    """(words, marks) of an empty set of integers below ``size``."""
+    words = max(1, -(-size // 64))
+    return np.zeros(words, dtype=np.int64), np.zeros(1 - (-words // 64), dtype=np.int64)
 
 
 def _highest_bit(typing: Any, word: Any) -> Any:
@@ -40,32 +38,30 @@ highest_bit: Any = intrinsic(_highest_bit)
 
 
 @inlined
-def add(words: Any, begins: Any, number: int) -> None:
-    for begin in begins:
-        word = words[begin + (number >> 6)]
-        words[begin + (number >> 6)] = word | (1 << (number & 63))
-        if word != 0:
-            return
-        number >>= 6
+def add(words: Any, marks: Any, number: int) -> None:
+    word = number >> 6
+    words[word] |= 1 << (number & 63)
+    marks[1 + (word >> 6)] |= 1 << (word & 63)
+    marks[0] = max(marks[0], word >> 6)
 
 
 @inlined
-def remove(words: Any, begins: Any, number: int) -> None:
+def remove(words: Any, marks: Any, number: int) -> None:
     """Take out a number that is in the set."""
-    for begin in begins:
-        word = words[begin + (number >> 6)] & ~(1 << (number & 63))
-        words[begin + (number >> 6)] = word
-        if word != 0:
-            return
-        number >>= 6
+    word = number >> 6
+    words[word] &= ~(1 << (number & 63))
+    if words[word] == 0:
+        marks[1 + (word >> 6)] &= ~(1 << (word & 63))
 
 
 @inlined
-def greatest(words: Any, begins: Any) -> int:
+def greatest(words: Any, marks: Any) -> int:
     """The greatest number, or NONE."""
-    if words[begins[-1]] == 0:
-        return NONE
-    number: int = 0
-    for level in range(len(begins) - 1, -1, -1):
-        number = (number << 6) + highest_bit(words[begins[level] + number])
-    return number
+    top = marks[0]
+    while marks[1 + top] == 0:
+        if top == 0:
+            return NONE
+        top -= 1
+    marks[0] = top
+    word = (top << 6) + highest_bit(marks[1 + top])
+    return int((word << 6) + highest_bit(words[word]))

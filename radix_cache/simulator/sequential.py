@@ -79,7 +79,7 @@ class _Order(NamedTuple):
     """Victim order: places are 0 .. 2n - 1 for n requests, the greatest goes first."""
 
     words: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.int64]
+    marks: npt.NDArray[np.int64]
     leaf_at: npt.NDArray[np.int32]  # place -> node
     uses: npt.NDArray[np.int32]  # as in ``Sequence``
     first_use: npt.NDArray[np.int64]
@@ -190,7 +190,7 @@ def _put(nodes: Any, order: Any, node: int, place: int) -> None:
 def _discard(nodes: Any, order: Any, node: int) -> None:
     n = nodes[node]
     if n.place != NONE:
-        remove(order.words, order.begins, n.place)
+        remove(order.words, order.marks, n.place)
         n.place = NONE
 
 
@@ -201,7 +201,7 @@ def _offer(nodes: Any, order: Any, node: int) -> None:
     n = nodes[node]
     if node != ROOT and n.kids == 0 and n.resident > 0:
         _put(nodes, order, node, _place(nodes, order, node))
-        add(order.words, order.begins, n.place)
+        add(order.words, order.marks, n.place)
 
 
 @inlined
@@ -209,7 +209,7 @@ def _evict(s: Any, nodes: Any, order: Any, pages: int, pinned: int) -> None:
     """Free ``pages`` from the ends of victims; all but ``pinned`` may go."""
     target = s.used - pages
     while s.used > target:
-        place = greatest(order.words, order.begins)
+        place = greatest(order.words, order.marks)
         if place == NONE:
             s.broken = 1
             return
@@ -231,11 +231,11 @@ def _evict(s: Any, nodes: Any, order: Any, pages: int, pinned: int) -> None:
         to = _place(nodes, order, parent) if offered else NONE
         # Mostly the parent goes next: what is left of a conversation was used no later than its tail.
         if to != place:
-            remove(order.words, order.begins, place)
+            remove(order.words, order.marks, place)
         if offered:
             _put(nodes, order, parent, to)
             if to != place:
-                add(order.words, order.begins, to)
+                add(order.words, order.marks, to)
 
 
 @inlined
