@@ -13,7 +13,7 @@ _COMMANDS = {
     "report": ("agentserve.cli.report", "Report realized against theoretical hit rate of a run."),
     "compare": ("agentserve.cli.compare", "Compare runs side by side, and paired per request."),
     "diagnose": ("agentserve.cli.diagnose", "Find where turns of a chat log broke their prefix, and why."),
-    "traces": ("agentserve.cli.traces", "Inspect traces: statistics and theoretical hit rate."),
+    "traces": ("agentserve.cli.traces", "Traces: theoretical hit rate, statistics, check, convert, sample, anonymize."),
     "audit": ("agentserve.cli.audit", "Which fast paths of a running server really ran."),
     "watch": ("agentserve.cli.watch", "Watch a running server: hit rate, causes, sessions, tiers."),
     "shapes": ("agentserve.cli.shapes", "Local GEMM shapes and bytes of one tensor-parallel rank."),

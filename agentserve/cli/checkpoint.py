@@ -16,10 +16,11 @@ def command() -> None:
     """Write small random checkpoints in the published form."""
 
 
-@command.command()
+@command.command(short_help="Write a tiny MiniMax-M3.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True,
+              help="Element type of the weights.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(2), default=None, help="Layers in all; the first one is dense.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is already there.")
 def tiny(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: bool) -> None:
@@ -34,10 +35,11 @@ def tiny(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: boo
     click.echo(f"wrote {folder}: tiny M3, {shape.num_layers} layers, {shape.dtype}, seed {seed}")
 
 
-@command.command("tiny-eagle3")
+@command.command("tiny-eagle3", short_help="Write an EAGLE3 draft for it.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True,
+              help="Element type of the weights.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(2), default=None, help="Layers of the tiny M3 that it is for.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is already there.")
 def tiny_eagle3(folder: Path, seed: int, dtype: str, layers: int | None, overwrite: bool) -> None:

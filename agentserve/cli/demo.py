@@ -26,7 +26,9 @@ from traces.readers.base import resolve_format
 
 @click.command()
 @click.option("--sessions", type=click.IntRange(min=1), default=8, show_default=True, help="Sessions to replay.")
-@click.option("--trace", type=click.Path(exists=True, path_type=Path), help="Recorded trace instead.")
+@click.option(
+    "--trace", type=click.Path(exists=True, path_type=Path), help="Recorded trace in place of a generated one."
+)
 @click.option("--out", type=click.Path(path_type=Path), default="runs/demo", show_default=True, help="Run directory.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), default=".cache/tiny-m3", show_default=True,
               help="Tiny M3; written if it is not there.")  # fmt: skip

@@ -54,12 +54,12 @@ _FIELD_OF_OPTION = {
 @click.option("--context-length", type=int, help="Longest request, in tokens.")
 @click.option("--kv-tokens", type=int, help="Capacity of the KV cache, in tokens.")
 @click.option("--page-size", type=int, help="Tokens per page; M3 needs its sparse block size.")
-@click.option("--kv-events", metavar="tcp://*:PORT", help="Publish cache events, which replays record; default: off.")
-@click.option("--policy", help="Eviction policy of ours, e.g. gittins or ttl:handicap=30; default: SGLang's lru.")
+@click.option("--kv-events", metavar="tcp://*:PORT", help="Publish cache events, which replays record.")
+@click.option("--policy", help="Eviction policy of ours, e.g. gittins or ttl:handicap=30, in place of SGLang's.")
 @click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
 @click.option("--index-reuse", help="Sparse layers share block selections: freq:4 or layers:3,7,11.")
-@click.option("--eagle3", metavar="DRAFT", help="EAGLE3 draft: checkpoint folder, or a cached Hub id; default: none.")
-@click.option("--eagle3-steps", type=int, help="Drafts per verification; default 3.")
+@click.option("--eagle3", metavar="DRAFT", help="EAGLE3 draft: checkpoint folder, or a cached Hub id.")
+@click.option("--eagle3-steps", type=int, help="Drafts per verification.")
 @click.option(
     "--synthetic-acceptance",
     metavar="LENGTH",
@@ -69,7 +69,11 @@ _FIELD_OF_OPTION = {
 @click.option("--offload-l2", metavar="URL", help="Behind that memory, as redis://host:port; needs --offload.")
 @click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="Any field, e.g. kv.dtype=bfloat16.")
 @click.option("--dry-run", is_flag=True, help="Print the command that would run, and start nothing.")
-@click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="File for the server's output.")
+@click.option(
+    "--log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the server's output.  [default: runs/launch/RECIPE-TIME.log]",
+)
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=1800.0, show_default=True,
     help="Seconds to wait until it is healthy.",
@@ -79,8 +83,10 @@ def command(
 ) -> None:
     """Start the server that RECIPE describes and wait until it is healthy; run until Ctrl-C.
 
-    RECIPE is a YAML file or a shipped recipe: tiny-cpu, m3-h200, m3-mi355x. Exit code: 2 when it cannot be
-    started, the server's own when it ends by itself.
+    RECIPE is a YAML file or a shipped recipe: tiny-cpu, m3-h200, m3-mi355x. An option takes the place of the
+    recipe's field; --dry-run shows the outcome.
+
+    Exit codes: 2 it cannot be started, 130 stopped before it was ready, else the server's own when it ends by itself.
     """
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     overrides = [

@@ -36,15 +36,15 @@ _OTHER_PARALLELISM = (
 
 @click.command("shapes")
 @click.argument("recipe_name", metavar="RECIPE")
-@click.option("--tp", type=click.IntRange(min=1), help="Tensor-parallel ranks [default: the recipe's].")
+@click.option("--tp", type=click.IntRange(min=1), help="Tensor-parallel ranks.  [default: the recipe's]")
 @click.option("--model", help="Checkpoint folder, or a Hub id that is in the local cache.")
-@click.option("--index-reuse", help="Share block selections, e.g. freq:4 [default: the recipe's].")
-@click.option("--eagle3", metavar="DRAFT", help="EAGLE3 draft whose K/V are cached too [default: the recipe's].")
+@click.option("--index-reuse", help="Share block selections, e.g. freq:4.  [default: the recipe's]")
+@click.option("--eagle3", metavar="DRAFT", help="EAGLE3 draft whose K/V are cached too.  [default: the recipe's]")
 @click.option("--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Memory of one device, GiB.")
 @click.option(
     "--fraction",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Of it, for weights and KV cache [default: the recipe's kv.memory_fraction].",
+    help="Of it, for weights and KV cache.  [default: the recipe's kv.memory_fraction]",
 )
 @click.option(
     "--tokens",

@@ -30,7 +30,7 @@ from traces.replay.record import RequestError, ServerInfo
 
 
 class OpenAIClient:
-    """A ``Client`` of any OpenAI-compatible server: prompts are sent as words, so their lengths are near the recorded ones."""
+    """A ``Client`` of any OpenAI-compatible server: prompts are words, near the recorded lengths."""
 
     exact_prompt = False
     uses_messages = True
