@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from eval.bench.simulator_grid import BELADY, Axes, Result, parse_capacity, run_grid
-from eval.bench.simulator_output import table, write
+from eval.bench.simulator_output import shown, write
 from eval.bench.simulator_workload import workload_from_sessions
 from radix_cache.admission import admission_names, admission_policy
 from radix_cache.eviction import eviction_names, eviction_policy
@@ -132,7 +132,7 @@ def command(
         result = _run(workload, axes, base, host_capacity)
     except (TraceError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    Console().print(table(result))
+    Console().print(shown(result), highlight=False)
     if out is not None:
         for written in write(result, out):
             click.echo(written)

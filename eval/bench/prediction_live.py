@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ class LiveRun:
 
 
 def live_run(policy: Policy, settings: ReplayConfig, *, capacity: int, checkpoint: Path) -> LiveRun:
-    """Start a server, replay into ``settings.out``, stop the server. A run that is there already is only read.
+    """Start a server, replay into ``settings.out``, stop the server. A run that is there already is only read; one
+    that was stopped on the way is played again from its start, since its server had gone with it.
 
     Raises:
         RuntimeError: the replay did not finish, or a request failed.
@@ -96,6 +98,9 @@ def live_run(policy: Policy, settings: ReplayConfig, *, capacity: int, checkpoin
     out = settings.out
     if _counters(out).exists():
         return load(policy, out)
+    if out.exists():
+        shutil.rmtree(out)
+    journal_of(out).unlink(missing_ok=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     overrides: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
     if policy.ours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,38 +10,89 @@ import plotly.graph_objects as go
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.csv  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
+from rich.console import Group
 from rich.table import Table
 
-from eval.bench.simulator_grid import Result, mean_over_orders
+from eval.bench.simulator_grid import BELADY, Result, mean_over_orders
 
 TITLE = "Prefix-cache hit rate by capacity"
+NEAR = 0.01  # of the theoretical rate: little is left to win by more memory
+
+Mean = dict[str, float | str]  # of ``mean_over_orders``
 
 
-def table(result: Result) -> Table:
-    """Hit rate by capacity, one line a policy and admission; means over the orders, in percent."""
+def shown(result: Result) -> Group:
+    """What a terminal shows: hit rates, speeds and waits by capacity, and what follows from them."""
+    rates = _by_capacity(
+        result,
+        f"Hit rate in %, theoretical {100 * result.theoretical:.2f}; "
+        f"1.0x is {result.live_contexts:,.0f} tokens, the mean of the live contexts",
+        "sum(hit tokens) / sum(prompt tokens), device cache; host tier after a plus sign",
+        _rate,
+    )
+    speeds = _by_capacity(
+        result,
+        "Requests per s; mean wait of a request and of a session's start in s",
+        "by the service model, not by a server",
+        lambda m: f"{m['requests_per_s']:.3f}; {m['wait_mean']:.1f}, {m['start_wait_mean']:.0f}",
+    )
+    return Group(rates, speeds, *findings(result))
+
+
+def _by_capacity(result: Result, title: str, caption: str, cell: Callable[[Mean], str]) -> Table:
+    """One line a policy and admission, one column a capacity; means over the orders."""
     means = mean_over_orders(result.rows)
     capacities = list(dict.fromkeys(str(m["capacity"]) for m in means))
-    shown = Table(
-        title=f"Hit rate in %, theoretical {100 * result.theoretical:.2f}; "
-        f"1.0x is {result.live_contexts:,.0f} tokens, the mean of the live contexts",
-        caption="sum(hit tokens) / sum(prompt tokens), device cache; host tier after a plus sign",
-    )
-    shown.add_column("policy")
-    shown.add_column("admission")
+    made = Table(title=title, caption=caption)
+    made.add_column("policy")
+    made.add_column("admission")
     for capacity in capacities:
-        shown.add_column(capacity, justify="right")
-    shown.add_column("requests/s", justify="right")
-    shown.add_column("wait, start wait (s)", justify="right")
+        made.add_column(capacity, justify="right")
     for policy, admission in dict.fromkeys((str(m["policy"]), str(m["admission"])) for m in means):
         line = {str(m["capacity"]): m for m in means if (m["policy"], m["admission"]) == (policy, admission)}
-        cells = [_rate(line[c]) for c in capacities]
-        speeds = " ".join(f"{line[c]['requests_per_s']:.3f}" for c in capacities)
-        waits = " ".join(f"{line[c]['wait_mean']:.1f},{line[c]['start_wait_mean']:.0f}" for c in capacities)
-        shown.add_row(policy, admission, *cells, speeds, waits)
-    return shown
+        made.add_row(policy, admission, *(cell(line[c]) for c in capacities))
+    return made
 
 
-def _rate(mean: dict[str, float | str]) -> str:
+def findings(result: Result) -> list[str]:
+    """Which policy to take at each capacity, and how much memory each needs: one sentence an entry."""
+    means = mean_over_orders(result.rows)
+    said = []
+    for capacity in dict.fromkeys(str(m["capacity"]) for m in means):
+        here = [m for m in means if m["capacity"] == capacity]
+        online = [m for m in here if m["policy"] != BELADY]
+        if not online:
+            continue
+        best = max(online, key=lambda m: float(m["rate"]))
+        text = f"{capacity}: {_name(best)} hits most, {100 * float(best['rate']):.2f} %"
+        for policy in ("lru", BELADY):
+            other = [m for m in here if (m["policy"], m["admission"]) == (policy, "none")]
+            if other and other[0] is not best:
+                more = 100 * (float(best["rate"]) - float(other[0]["rate"]))
+                text += f", {abs(more):.2f} points {'below' if more < 0 else 'above'} {policy}"
+        said.append(text + ".")
+    enough = []
+    for policy, admission in dict.fromkeys((str(m["policy"]), str(m["admission"])) for m in means):
+        near = [
+            m
+            for m in means
+            if (m["policy"], m["admission"]) == (policy, admission) and result.theoretical - float(m["rate"]) <= NEAR
+        ]
+        if near and policy != BELADY:
+            least = min(near, key=lambda m: float(m["capacity_tokens"]))
+            enough.append(f"{_name(least)} {float(least['capacity_tokens']):,.0f} tokens ({least['capacity']})")
+    if enough:
+        said.append(f"Of these capacities, enough to be within a point of the theoretical rate: {'; '.join(enough)}.")
+    else:
+        said.append("None of these capacities brings a policy within a point of the theoretical rate.")
+    return said
+
+
+def _name(mean: Mean) -> str:
+    return str(mean["policy"]) if mean["admission"] == "none" else f"{mean['policy']} with {mean['admission']}"
+
+
+def _rate(mean: Mean) -> str:
     text = f"{100 * float(mean['rate']):.2f}"
     host = 100 * float(mean["host_rate"])
     return f"{text} +{host:.2f}" if host else text
