@@ -19,6 +19,7 @@ torchvision_operators.declare()
 
 from agentserve.audit import AuditRow, Metrics, audit_rows  # noqa: E402
 from agentserve.audit.facts import Facts  # noqa: E402
+from agentserve.audit.recorded import audit_of_run  # noqa: E402
 from agentserve.audit.rows import PATHS  # noqa: E402
 from agentserve.cli.audit import command  # noqa: E402
 from agentserve.launch.plan import make_plan  # noqa: E402
@@ -35,6 +36,7 @@ from agentserve.runtime.server_facts import (  # noqa: E402
 from agentserve.shapes.model import read_sizes  # noqa: E402
 from agentserve.shapes.published import M3_CONFIG  # noqa: E402
 from tests.servers import TinyServer  # noqa: E402
+from traces.replay.clients import sglang  # noqa: E402
 
 NOTHING = Metrics([])
 GRAPHS = {phase: {"backend": "full", "max_bs": 64} for phase in ("decode", "prefill")}
@@ -98,6 +100,17 @@ def test_what_is_told_decides_the_rows() -> None:
     aiter = {arch: audit(told("rocm", arch, SGLANG_USE_AITER="1")) for arch in ("gfx950", "gfx942")}
     assert aiter["gfx950"]["AITER sparse paged attention"].eligible is True
     assert aiter["gfx942"]["AITER sparse paged attention"].condition == "gfx95, this is gfx942"
+
+
+def test_a_recorded_run_keeps_what_the_server_told() -> None:
+    """The server is gone: its header holds all but the config, which comes from the model's folder or name."""
+    info = told("cuda", "sm_90", AGENTSERVE_INDEX_REUSE="freq:4") | {"model_path": "MiniMaxAI/MiniMax-M3"}
+    kept = sglang._plain_args(info)
+    assert CONFIG not in kept
+    lines = {line.path: line for line in audit_of_run(kept, ("", ""))}
+    assert [line for line in lines.values() if line.configured is None or line.eligible is None] == []
+    assert lines["index reuse"].configured
+    assert lines["CUDA graph, decode"].condition == "batches up to 64 sequences"
 
 
 def test_the_servers_word_counts_before_a_recipe() -> None:
