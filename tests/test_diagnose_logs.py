@@ -364,6 +364,14 @@ def test_what_cannot_be_read_is_a_clear_error(content: str, arguments: list[str]
     assert "Traceback" not in result.output
 
 
+def test_the_answer_stands_on_top(tmp_path: Path) -> None:
+    broken = write(tmp_path / "b.jsonl", [line(FIRST, THINKS), line(FAULTS["think_dropped"], answer(2))])
+    said = CliRunner().invoke(command, [str(broken)]).output.splitlines()
+    assert said[1].startswith("largest fault: a think block is missing in the history (turns: 1); what to do:")
+    good = write(tmp_path / "g.jsonl", [line(FIRST, THINKS), line([*FIRST, THINKS, user(2)], answer(2))])
+    assert "no fault in how prompts were built" in CliRunner().invoke(command, [str(good)]).output
+
+
 def test_a_folder_is_its_files_and_a_log_goes_on_in_the_next_file(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep" / "1.jsonl", [line(FIRST, THINKS)])

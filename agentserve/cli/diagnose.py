@@ -117,6 +117,11 @@ def _summary(found: Diagnosis) -> str:
     if found.prompt_tokens:
         counted = f"{found.cached_tokens:,} of {found.prompt_tokens:,} prompt tokens"
         text += f"\nservers counted {counted} as cached: {found.cached_tokens / found.prompt_tokens:.2%}"
+    worst = next((cause for cause in found.ranked() if cause.fault), None)
+    if worst is not None:
+        text += f"\nlargest fault: {worst.title} (turns: {worst.turns:,}); what to do: {worst.remedy}"
+    elif found.compared:
+        text += "\nno fault in how prompts were built"
     return text
 
 
