@@ -35,6 +35,7 @@ from agentserve.runtime.server_facts import (  # noqa: E402
 )
 from agentserve.shapes.model import read_sizes  # noqa: E402
 from agentserve.shapes.published import M3_CONFIG  # noqa: E402
+from offload.settings import OffloadSettings  # noqa: E402
 from tests.servers import TinyServer  # noqa: E402
 from traces.replay.clients import sglang  # noqa: E402
 
@@ -122,8 +123,10 @@ def test_the_servers_word_counts_before_a_recipe() -> None:
 
 def test_secrets_and_other_variables_stay_in_the_server() -> None:
     value = 'a "b" c=$d'
-    facts = server_facts("cpu", None, {"HF_TOKEN": "secret", "SGLANG_DISABLE_MSA": value, "PATH": "/bin"})
-    assert environment_told(facts) == {"SGLANG_DISABLE_MSA": value}
+    environment = {"HF_TOKEN": "secret", "SGLANG_DISABLE_MSA": value, "PATH": "/bin"}
+    facts = server_facts("cpu", None, environment | OffloadSettings(host="10.0.0.7").environment())
+    assert environment_told(facts) == {"SGLANG_DISABLE_MSA": value, "AGENTSERVE_OFFLOAD": "1"}
+    assert "10.0.0.7" not in str(facts)
     assert "secret" not in str(facts)
     assert "/bin" not in str(facts)
     assert CONFIG not in facts

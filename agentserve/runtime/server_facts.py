@@ -55,7 +55,10 @@ def server_facts(
         config: the checkpoint's parsed ``config.json``; None where it cannot be read.
         environment: of the process that runs the model.
     """
-    words = [f"{name}={environment[name]}" for name in VARIABLES if name in environment]
+    told = {name: environment[name] for name in VARIABLES if name in environment}
+    if told.get(SETTINGS_VARIABLE):
+        told[SETTINGS_VARIABLE] = "1"  # that there is offload; its addresses are nobody's business
+    words = [f"{name}={value}" for name, value in told.items()]
     facts: dict[str, Any] = {
         ENVIRONMENT: shlex.join(words),
         ARCHITECTURE: architecture,
