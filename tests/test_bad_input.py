@@ -11,6 +11,7 @@ from agentserve.checkpoint.folder import CheckpointExistsError, CheckpointFolder
 from agentserve.cli import main
 
 CASES = [
+    (["lanch"], 2, "Did you mean 'launch'?"),
     # launch
     (["launch"], 2, "Missing argument 'RECIPE'"),
     (["launch", "tiny_cpu"], 2, "did you mean 'tiny-cpu'?"),

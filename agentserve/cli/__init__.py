@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -33,6 +34,16 @@ class _LazyGroup(click.Group):
         module, _ = _COMMANDS[cmd_name]
         command: click.Command = importlib.import_module(module).command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            error.message += f" Did you mean '{near[0]}'?" if near else f" There are {', '.join(_COMMANDS)}."
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # Help must not import every command (and with it SGLang, plotly, numba).
