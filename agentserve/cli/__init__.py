@@ -42,8 +42,8 @@ class _LazyGroup(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-            error.message += f" Did you mean '{near[0]}'?" if near else f" There are {', '.join(_COMMANDS)}."
-            raise
+            hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(_COMMANDS)}."
+            raise click.UsageError(f"{error.message} {hint}", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # Help must not import every command (and with it SGLang, plotly, numba).
