@@ -57,6 +57,7 @@ def pair_key_loss(records: Iterable[RequestRecord], page: int) -> int:
 
 
 def row_of(name: str, records: Mapping[Key, RequestRecord], reference: Mapping[Key, RequestRecord]) -> Row:
+    """Sums over a run; answers are compared with those of ``reference``."""
     return Row(
         name,
         len(records),
@@ -68,6 +69,7 @@ def row_of(name: str, records: Mapping[Key, RequestRecord], reference: Mapping[K
 
 
 def line(row: Row, against: Row) -> str:
+    """A printed row: rate, its difference in points and tokens, equal answers, verification steps."""
     difference = 100 * (row.rate - against.rate)
     return (
         f"{row.name:<34}{100 * row.rate:8.3f} %{difference:+9.3f} points{row.hit - against.hit:+9,} tokens"
@@ -87,6 +89,7 @@ def main() -> None:
         target, draft = write_tiny_checkpoint(folder / "m3"), write_tiny_eagle3(folder / "draft")
 
         def play(label: str, capacity: int, **eagle3: Any) -> dict[Key, RequestRecord]:
+            """Replay against a server of its own; records by turn."""
             overrides = {"kv.capacity_tokens": capacity, **{f"eagle3.{k}": v for k, v in eagle3.items()}}
             with tiny_server(overrides, checkpoint=target, log=folder / f"{label}.log") as server:
                 config = ReplayConfig(
