@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 from click.testing import CliRunner
 
 from agentserve.runtime import torchvision_operators
@@ -26,10 +27,12 @@ from agentserve.launch.plan import make_plan  # noqa: E402
 from agentserve.launch.recipe import Recipe  # noqa: E402
 from agentserve.runtime import sglang_plugin, sglang_server_facts  # noqa: E402
 from agentserve.runtime.server_facts import (  # noqa: E402
+    ARCHITECTURE,
     CONFIG,
     ENVIRONMENT,
     VARIABLES,
     asked_for,
+    device_told,
     environment_told,
     server_facts,
 )
@@ -182,6 +185,21 @@ def test_the_hook_is_registered_for_what_agentserve_launches(monkeypatch: pytest
     target = inspect.unwrap(getattr(pkgutil.resolve_name(owner), name))
     assert list(inspect.signature(target).parameters) == ["self"]
     assert len(hook.reason) > 20
+
+
+def test_architectures_are_named_as_the_audit_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch answers on an H200, a B300 and an MI355X; this machine has none of them."""
+    named = []
+    for capability in ((9, 0), (10, 3)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        named.append(sglang_server_facts.architecture("cuda"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    properties = SimpleNamespace(gcnArchName="gfx950:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    named.append(sglang_server_facts.architecture("cuda"))
+    named.append(sglang_server_facts.architecture("cpu"))
+    assert named == ["sm_90", "sm_103", "gfx950", "cpu"]
+    assert [device_told({ARCHITECTURE: name}) for name in named] == ["cuda", "cuda", "rocm", "cpu"]
 
 
 def test_what_the_scheduler_says_reaches_server_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
