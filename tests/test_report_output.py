@@ -380,7 +380,7 @@ def test_the_answer_names_victims_and_what_would_help() -> None:
         ],
     )  # fmt: skip
     said = advice(report.model_copy(update={"what_if": found}))
-    assert "mostly for growing; the victim was over" in said[0]
+    assert "mostly for growing; the conversation that lost it: over" in said[0]
     assert said[2] == "By the simulator: a gate +2.00 points; twice +30.00 points for 100 tokens."
     far = found.model_copy(update={"simulated_rate": 0.3})
     assert "(it is -10.00 points off" in advice(report.model_copy(update={"what_if": far}))[2]

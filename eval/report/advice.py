@@ -70,7 +70,7 @@ def _whose(why: AttributionReport, cause: Cause) -> str:
     if not rows:
         return ""
     most = max(rows, key=lambda row: row.tokens)
-    return f", mostly for {most.by_title}; the victim was {most.victim_title}"
+    return f", mostly for {most.by_title}; the conversation that lost it: {most.victim_title}"
 
 
 def _gains(found: WhatIf) -> Iterator[str]:
