@@ -46,7 +46,7 @@ def _policy(args: Mapping[str, Any], metrics: Metrics | None) -> tuple[str, str,
     if args.get("radix_cache_backend") == BACKEND:
         told = "" if metrics is None else metrics.labels(EVICTED).get("policy", "")
         if _known(told):
-            return told, "as its counters say", False
+            return told, "as its counters say; its admission, if it has one, is not told and not simulated", False
         return _ASSUMED, "assumed: the server has agentserve's policies and did not say which", False
     named = args.get("radix_eviction_policy")
     if isinstance(named, str) and _known(named):
