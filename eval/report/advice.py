@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from eval.report.schema import Report
 from eval.report.schema_causes import AttributionReport, LargestCause
 from eval.report.schema_what_if import Answer, WhatIf
-from eval.report.text import count, points
+from eval.report.text import count, percent, points
 from eval.report.text_what_if import UNLIKE, answers, memory
 from radix_cache.attribution.causes import Cause
 
@@ -57,8 +57,9 @@ def _sentences(why: AttributionReport, largest: LargestCause, simulated: WhatIf 
         if remedy:
             yield f"What to do: {remedy}."
         return
-    cause = Cause(largest.cause)
-    yield f"Largest cause: {largest.title} ({cost}){_whose(why, cause)}."
+    cause, ideal = Cause(largest.cause), why.ideal_tokens / why.prompt_tokens
+    gap = f"the {100 * why.gap_tokens / why.prompt_tokens:.2f} below the ideal"
+    yield f"Largest cause: {largest.title} ({cost} of {gap} {percent(ideal)}){_whose(why, cause)}."
     if cause in REMEDIES:
         yield f"What to do: {REMEDIES[cause]}."
     if cause in _MEMORY and simulated is not None:
