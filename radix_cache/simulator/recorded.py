@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radix_cache.eviction import EvictionPolicy, eviction_policy
+from radix_cache.features import FlowState
 from radix_cache.simulator.jit import core, jit
 from radix_cache.simulator.layout import NONE, REJECTED, Records, fate_at, flow_at, request_at
 from radix_cache.simulator.run import Setting, new_cache
@@ -24,7 +25,7 @@ from radix_cache.simulator.workload import Workload
 ARRIVE, START, FINISH, END = 0, 1, 2, 3
 MATCH, PREFILL, KEEP, DECODE, RELEASE = 4, 5, 6, 7, 8  # of a server's steps, see ``play_steps``
 _NAMES = {ARRIVE: "arrive", START: "start", FINISH: "finish"}
-LIVE, ENDED = 0, 2
+LIVE, ENDED = int(FlowState.LIVE), int(FlowState.ENDED)
 
 # What happened, in order; ``which`` is a request, for END a flow. Times in seconds on one clock.
 EVENT = np.dtype([("time", "f8"), ("kind", "i4"), ("which", "i4")], align=True)

@@ -19,7 +19,7 @@ from radix_cache.simulator.layout import DONE, NONE, ROOT, RUNNING, device, fate
 from radix_cache.simulator.memory import record_at
 from radix_cache.simulator.order import discard
 from radix_cache.simulator.serve import note_shared_use
-from radix_cache.simulator.tree import cut, insert, match, note_user, rejoin, split, supersede, touch, use_now
+from radix_cache.simulator.tree import cut, enter, insert, match, note_user, rejoin, split, supersede, touch, use_now
 from radix_cache.simulator.victims import evict, offer, reoffer
 
 # What a request holds, by request.
@@ -187,18 +187,7 @@ def insert_pages(c: Any, holds: int, end: int, pages: int, flow: int, request: i
     cut(c, n.parent)
     if new:  # both came at once: they are one radix node
         above.joined = node
-    n.resident = pages - n.start
-    n.inserted = c.now
-    n.seen = c.now
-    n.hits = 0.0
-    n.first = flow
-    n.shared = 0
-    n.superseded = 0
-    n.joined = NONE
-    touch(c, node, flow, request)
-    node_at(c, n.parent).kids += 1
-    c.used += n.resident
-    c.inserted += n.resident
+    enter(c, node, pages - n.start, NONE, flow, request)
     return node
 
 

@@ -131,12 +131,29 @@ def note_user(c: Any, node: int, flow: int) -> None:
 
 
 @core
+def enter(c: Any, node: int, pages: int, below: int, flow: int, request: int) -> None:
+    """The first ``pages`` of a node come into the cache; with its child ``below``, if any, it is one radix node."""
+    n = node_at(c, node)
+    n.resident = pages
+    n.inserted = c.now
+    n.seen = c.now
+    n.hits = 0.0
+    n.first = flow
+    n.shared = 0
+    n.superseded = 0
+    n.joined = below
+    touch(c, node, flow, request)
+    node_at(c, n.parent).kids += 1
+    c.used += pages
+    c.inserted += pages
+
+
+@core
 def insert(c: Any, end: int, flow: int, request: int) -> int:
     """Make the path to ``end`` resident and record its use. Returns the number of pages inserted.
 
     There must be room, and the resident part must be safe from eviction.
     """
-    now = c.now
     frontier = match(c, end)
     if frontier != ROOT:
         f = node_at(c, frontier)
@@ -155,21 +172,10 @@ def insert(c: Any, end: int, flow: int, request: int) -> int:
         n = node_at(c, node)
         if n.host > 0:
             leave_host(c, node, n.host)
-        n.resident = n.length
-        n.inserted = now
-        n.seen = now
-        touch(c, node, flow, request)
-        n.hits = 0.0
-        n.first = flow
-        n.shared = 0
-        n.superseded = 0
-        n.joined = below
+        enter(c, node, n.length, below, flow, request)
         inserted += n.length
-        node_at(c, n.parent).kids += 1
         below = node
         node = n.parent
-    c.used += inserted
-    c.inserted += inserted
     cut(c, end)
     touch(c, end, flow, request)
     note_user(c, frontier, flow)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from radix_cache.features import FlowState
 from radix_cache.simulator.evictions import DEVICE, HOST, note
 from radix_cache.simulator.host_tier import offer_host, shrink_host, worth_hosting
 from radix_cache.simulator.jit import core
 from radix_cache.simulator.layout import NONE, ROOT, device, flow_at, host, node_at, place_at
 from radix_cache.simulator.order import before, bucket_of, discard, grow_old, least, put
 from radix_cache.simulator.score import radix_length, score, worth_taking
+
+_ENDED = int(FlowState.ENDED)
+_PARKED = int(FlowState.PARKED)
 
 
 @core
@@ -54,9 +58,9 @@ def count_evicted(c: Any, n: Any, pages: int) -> None:
         c.evicted_superseded += pages
         return
     state = flow_at(c, n.owner).state
-    if state == 2:
+    if state == _ENDED:
         c.evicted_ended += pages
-    elif state == 1:
+    elif state == _PARKED:
         c.evicted_parked += pages
     else:
         c.evicted_live += pages
@@ -112,6 +116,14 @@ def take_last(c: Any, node: int, pages: int) -> None:
 
 
 @core
+def settle_host(c: Any, node: int) -> None:
+    """After pages of ``node`` went: it may be a victim of the host tier now, and that may be over its size."""
+    if c.host_capacity > 0:
+        offer_host(c, node)
+        shrink_host(c)
+
+
+@core
 def next_in_line(c: Any, o: Any, node: int, bucket: int) -> bool:
     """Offer the parent of the victim ``node`` that has left; true when it goes next for sure and was not put.
 
@@ -159,9 +171,7 @@ def evict_tails(c: Any, pages: int) -> bool:
             elif o.uses_depth != 0 or place_at(o, victim).bucket == NONE:
                 discard(o, victim)
                 offer(c, victim)
-            if c.host_capacity > 0:
-                offer_host(c, victim)
-                shrink_host(c)
+            settle_host(c, victim)
             if not goes_on:
                 break
             victim = n.parent
@@ -191,9 +201,7 @@ def evict_nodes(c: Any, pages: int) -> bool:
             discard(o, victim)
             hand_up(c, victim)
             offer(c, parent)
-            if c.host_capacity > 0:
-                offer_host(c, victim)
-                shrink_host(c)
+            settle_host(c, victim)
             victim = parent if whole else NONE
     return True
 
