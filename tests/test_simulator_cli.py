@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pyarrow.csv  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
@@ -10,8 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from agentserve.cli.simulate import command
+from eval.bench.policy_noise import spread
+from eval.bench.policy_table import halves
 from eval.bench.simulator_grid import Result, Row
 from eval.bench.simulator_output import findings
+from radix_cache.simulator import Service
+from traces import open_trace
 
 TRACE = "generated:preset=tiny,sessions=6,seed=1"
 
@@ -70,3 +75,14 @@ def test_bad_input_is_named(options: list[str], said: str) -> None:
     assert done.exit_code == 1
     assert said in done.output
     assert "Traceback" not in done.output
+
+
+def test_shares_of_several_orders_and_what_their_mean_is_worth() -> None:
+    workload = halves(open_trace("generated:preset=tiny,sessions=16,seed=2"))["all"]
+    found = spread(workload, Service.FIXED, "0.5x", 3)
+    assert len(found["by_order"]) == 3
+    assert found["mean"] == pytest.approx(fmean(found["by_order"]), abs=0.1)
+    assert found["error_of_mean"] == pytest.approx(found["deviation"] / 3**0.5, abs=0.1)
+    assert found["mean"] < 100
+    with pytest.raises(ValueError, match="nothing is to be won over lru in order 0"):
+        spread(workload, Service.FIXED, "50x", 2)
