@@ -80,7 +80,7 @@ def starting(console: Console, log: Path) -> Iterator[Progress]:
             nonlocal last
             if time.monotonic() - last >= _LINE_EVERY_S:
                 last = time.monotonic()
-                console.print(escape(f"{elapsed:.0f} s: {line}"), soft_wrap=True)
+                console.print(escape(f"{elapsed:.0f} s: {line or 'it has said nothing yet'}"), soft_wrap=True)
 
         yield print_line
         return
