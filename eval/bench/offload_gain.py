@@ -110,7 +110,7 @@ def conclude(result: dict[str, Any]) -> bool:
     differing = {key for one in answers for key in one.keys() | first.keys() if one.get(key) != first.get(key)}
     result["answers_compared"], result["differing_answers"] = len(first), len(differing)
     refused = sum(run["offload_tokens"].get("refused", 0) for run in runs.values())
-    exact = result["prefix_of_8000"]["restored_equals_device_bit_for_bit"]
+    exact = result.get("prefix_of_8000", {}).get("restored_equals_device_bit_for_bit", True)
     return bool(first) and not differing and not refused and exact
 
 
@@ -124,7 +124,7 @@ def save(result: dict[str, Any], out: Path | None) -> None:
 @click.argument("trace", default=TRACE)
 @click.option("--out", "out", type=click.Path(path_type=Path, dir_okay=False), help="JSON; kept and added to.")
 @click.option("--capacity", "capacities", multiple=True, default=(0.5, 1.0), help="Memory over the live contexts.")
-@click.option("--rounds", default=2, help="Prompts of 8,000 tokens.")
+@click.option("--rounds", default=2, help="Prompts of 8,000 tokens; 0: none.")
 @click.option("--concurrency", default=6, help="Sessions active at once.")
 @click.option("--sessions", type=int)
 @click.option("--max-turns", default=6)
@@ -154,7 +154,7 @@ def main(trace: str, out: Path | None, capacities: Sequence[float], rounds: int,
                 digests = {"/".join(map(str, key)): (digest or "")[:8] for key, digest in answers.items()}
                 result["runs"][name] = {"capacity": ratio, "host_tier": offload, **run, "answers": digests}
                 save(result, out)
-        if "prefix_of_8000" not in result:
+        if rounds and "prefix_of_8000" not in result:
             click.echo("8,000 tokens ...", err=True)
             overrides = {"kv.capacity_tokens": 4 * 8192} | offload_overrides()
             log = Path(folder) / "prefix.log"
