@@ -86,6 +86,7 @@ def test_dark_and_print(browser: Browser, page: Path) -> None:
         return str(browser.run("return getComputedStyle(document.body).backgroundColor"))
 
     browser.open(page)
+    browser.resize(390, 900)  # narrower than paper
     browser.command("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
     assert background() == "rgb(20, 23, 27)"
     browser.command("Emulation.setEmulatedMedia", {"media": "print", "features": []})

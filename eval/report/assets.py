@@ -89,18 +89,20 @@ JS = """
         { pattern: { shape: "" }, opacity: SHADES[t.marker.pattern.shape] || 0.5 }) }));
   }
 
-  function drawAll(isDark, printed) {
+  let printed = false;  // paper has a width of its own, so that the queries change while a page is printed
+  function drawAll() {
     for (const f of figures) {
-      Plotly.react(f.id, printed ? plain(f) : f.data, themed(JSON.parse(JSON.stringify(f.layout)), isDark), {
+      const layout = themed(JSON.parse(JSON.stringify(f.layout)), dark.matches && !printed);
+      Plotly.react(f.id, printed ? plain(f) : f.data, layout, {
         responsive: true, displaylogo: false, displayModeBar: false,
       });
     }
   }
 
-  drawAll(dark.matches);
-  dark.addEventListener("change", () => drawAll(dark.matches));
-  narrow.addEventListener("change", () => drawAll(dark.matches));
-  window.addEventListener("beforeprint", () => drawAll(false, true));
-  window.addEventListener("afterprint", () => drawAll(dark.matches));
+  drawAll();
+  dark.addEventListener("change", drawAll);
+  narrow.addEventListener("change", drawAll);
+  window.addEventListener("beforeprint", () => { printed = true; drawAll(); });
+  window.addEventListener("afterprint", () => { printed = false; drawAll(); });
 })();
 """
