@@ -78,7 +78,7 @@ def test_switches() -> None:
     assert "--disable-radix-cache" in made.argv
     events = option(made, "--kv-events-config")
     assert events is not None
-    assert orjson.loads(events) == {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv"}
+    assert orjson.loads(events) == {"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv", "bind": True}
 
 
 def test_gpu_plan_leaves_the_platform_to_sglang() -> None:

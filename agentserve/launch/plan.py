@@ -276,7 +276,8 @@ def rank_cores(tp: int, threads: int) -> str:
 def _kv_events(endpoint: str | None) -> str | None:
     if endpoint is None:
         return None
-    return orjson.dumps({"publisher": "zmq", "endpoint": endpoint, "topic": "kv"}).decode()
+    # bind: left to itself SGLang connects to any host but a wildcard, and nobody hears it.
+    return orjson.dumps({"publisher": "zmq", "endpoint": endpoint, "topic": "kv", "bind": True}).decode()
 
 
 def _options(values: Mapping[str, str | int | float | None]) -> list[str]:

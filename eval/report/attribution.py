@@ -115,9 +115,9 @@ def _evidence(events: KvEvents | None, used: KvEvents | None) -> EventEvidence:
         return EventEvidence(
             kind="none",
             text=f"Cache events were asked for, but none came from {events.header.endpoint}: check that the server"
-            " publishes there and that the port can be reached. It must have been launched with --kv-events"
-            " 'tcp://*:PORT': at any other host SGLang connects instead of listening. Only what is sound without them"
-            " is told apart.",
+            " publishes there and that the port can be reached. A server that `agentserve launch` did not start must"
+            ' have an endpoint tcp://*:PORT, or "bind": true: for any other host SGLang connects instead of listening.'
+            " Only what is sound without them is told apart.",
             **facts,
         )
     if used is None:
