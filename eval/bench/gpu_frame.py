@@ -45,7 +45,8 @@ class Record:
 
     def __init__(self, module: str, out: Path, budget_s: float, **found: Any) -> None:
         self.out, self._end = out, time.monotonic() + budget_s
-        command = f"bash eval/bench/gpu_run.sh {module} {shlex.join(sys.argv[1:])}".strip()
+        runner = "python -m" if "--cpu" in sys.argv else "bash eval/bench/gpu_run.sh"
+        command = f"{runner} {module} {shlex.join(sys.argv[1:])}".strip()
         self.found: dict[str, Any] = {"command": command, **found, "log": [], "left_out": []}
 
     def left(self) -> float:
