@@ -1,11 +1,10 @@
-"""The tiny M3 on a real SGLang server with a real LMCache daemon: the same answers, full hits and partial ones."""
+"""The tiny M3 on real SGLang servers with a real LMCache daemon: the same answers, full hits and partial ones."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ import pytest
 
 from agentserve.launch.daemon import Daemon, daemon_plan
 from agentserve.launch.host import free_port
-from agentserve.launch.tiny import tiny_server
+from agentserve.launch.process import ServerProcess
+from agentserve.launch.tiny import READY_TIMEOUT_S, tiny_server
 from offload.daemon import DaemonSpec
 from offload.segments import stale_segments
 
@@ -35,7 +35,7 @@ class Client:
     """SGLang's own endpoints."""
 
     def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=240)
+        self.http = httpx.Client(base_url=url, timeout=600)
 
     def generate(self, ids: list[int], *, new: int = NEW, **fields: Any) -> Answer:
         body = {
@@ -58,7 +58,7 @@ class Client:
 
     def flush(self) -> None:
         """Empty the device's cache; refused while stores are under way."""
-        for _ in range(100):
+        for _ in range(600):
             if self.http.post("/flush_cache").status_code == 200:
                 return
             time.sleep(0.1)
@@ -70,17 +70,6 @@ class Client:
             if line.startswith(name) and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
         return total
-
-
-@contextmanager
-def served(checkpoint: Path, log: Path, **offload: Any) -> Iterator[Client]:
-    overrides = {
-        "kv.capacity_tokens": 16384,
-        "prefill_chunk": 1024,
-        **{f"offload.{name}": value for name, value in offload.items()},
-    }
-    with tiny_server(overrides, checkpoint=checkpoint, log=log) as server:
-        yield Client(server.plan.url)
 
 
 def prompts() -> dict[int, list[int]]:
@@ -101,13 +90,25 @@ def close(left: Answer, right: Answer) -> bool:
     )
 
 
-def test_restored_prefixes_give_the_same_answers_after_the_server_was_restarted(
+def test_restored_prefixes_give_the_same_answers_after_the_server_that_stored_them_is_gone(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     spec = DaemonSpec("127.0.0.1", free_port(), free_port(), 256, 1.0)
-    address = f"127.0.0.1:{spec.port}"
-    with Daemon(daemon_plan(spec, tmp_path), tmp_path / "lmcache.log"):
-        with served(tiny_checkpoint, tmp_path / "first.log", backend="lmcache", address=address) as client:
+    settings = {
+        "kv.capacity_tokens": 16384,
+        "prefill_chunk": 1024,
+        "offload.backend": "lmcache",
+        "offload.address": f"127.0.0.1:{spec.port}",
+    }
+
+    def server(name: str) -> AbstractContextManager[ServerProcess]:
+        return tiny_server(settings, checkpoint=tiny_checkpoint, log=tmp_path / f"{name}.log", wait=False)
+
+    # Both start at once, for time; only the daemon is common to them.
+    with Daemon(daemon_plan(spec, tmp_path), tmp_path / "lmcache.log"), server("second") as second:
+        with server("first") as first:
+            first.wait_ready(READY_TIMEOUT_S)
+            client = Client(first.plan.url)
             cold = {length: client.generate(ids) for length, ids in prompts().items()}
             assert all(answer.cached == 0 for answer in cold.values())
             client.flush()
@@ -118,27 +119,28 @@ def test_restored_prefixes_give_the_same_answers_after_the_server_was_restarted(
             assert client.counter("agentserve_offload_tokens_total", event="stored") > sum(LENGTHS) - 256 * 8
             assert client.counter("agentserve_offload_tokens_total", event="refused") == 0
             assert client.counter("agentserve_offload_online") == 1
-        assert not stale_segments()
-        with served(tiny_checkpoint, tmp_path / "second.log", backend="lmcache", address=address) as client:
-            for length, ids in prompts().items():
-                again = client.generate(ids)
-                assert again.restored == (length - 1) // 256 * 256
-                assert close(again, cold[length])
-                if length != 2500:  # of that one the device holds a page more than LMCache's whole chunks
-                    hit = client.generate(ids)
-                    assert (hit.cached, hit.restored) == (again.cached, 0)
-                    assert hit[:2] == again[:2]  # to the last bit: nothing but the place of the prefix differs
-            # Part in the device's cache, part in LMCache's.
+        second.wait_ready(2 * READY_TIMEOUT_S)
+        client = Client(second.plan.url)
+        for length, ids in prompts().items():
+            again = client.generate(ids)
+            assert again.restored == (length - 1) // 256 * 256
+            assert close(again, cold[length])
+            if length != 2500:  # of that one the device holds a page more than LMCache's whole chunks
+                hit = client.generate(ids)
+                assert (hit.cached, hit.restored) == (again.cached, 0)
+                assert hit[:2] == again[:2]  # to the last bit: nothing but the place of the prefix differs
+        # Part in the device's cache, part in LMCache's.
+        client.flush()
+        long = prompts()[8000]
+        client.generate(long[:1024])
+        again = client.generate(long)
+        assert (again.cached, again.restored) == (7936, 7936 - 1024)
+        assert close(again, cold[8000])
+        verified = client.counter("agentserve_offload_tokens_total", event="verified")
+        assert verified == client.counter("agentserve_offload_tokens_total", event="restored") > 0
+        # The branches were computed on restored prefixes: now without a cache, for comparison.
+        client.http.post("/hicache/storage-backend/clear")
+        for length, ids in prompts().items():
             client.flush()
-            long = prompts()[8000]
-            client.generate(long[:1024])
-            again = client.generate(long)
-            assert (again.cached, again.restored) == (7936, 7936 - 1024)
-            assert close(again, cold[8000])
-            verified = client.counter("agentserve_offload_tokens_total", event="verified")
-            assert verified == client.counter("agentserve_offload_tokens_total", event="restored") > 0
-            # The branches were computed on restored prefixes: now without a cache, for comparison.
-            client.http.post("/hicache/storage-backend/clear")
-            for length, ids in prompts().items():
-                client.flush()
-                assert close(branches[length], client.generate(branch(ids)))
+            assert close(branches[length], client.generate(branch(ids)))
+    assert not stale_segments()
