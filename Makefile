@@ -8,6 +8,8 @@ TRACES ?= ../shared/traces
 # SGLang on a few shared cores: default OpenMP threads make decode many times slower, and compiling brings nothing.
 export OMP_NUM_THREADS ?= 1
 export TORCH_COMPILE_DISABLE ?= 1
+# Images often set this; then each of the many processes compiles SGLang and torch anew, which is most of its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test venv lint format bench clean
 

@@ -28,6 +28,20 @@ def settled(pending: Pending) -> bool:
         return True
 
 
+def overdue(now: float, first: float, previous: float, deadline_s: float, slack_s: float = 1.0) -> bool:
+    """Whether an answer that is not there is to be given up at this look.
+
+    The scheduler looks between its steps, so that one look may be too early and the next one far too late: that one is
+    expected as long after this as this came after the one before.
+
+    Args:
+        now, first, previous: times of this look, the first one and the one before (the first one's own at the first).
+        deadline_s: seconds after the first look from which on nobody waits.
+        slack_s: how much later than that a look may be.
+    """
+    return now >= first + deadline_s or now + (now - previous) > first + deadline_s + slack_s
+
+
 class DeadlineFuture:
     """A store's answer that also counts as there, as a failure, once waiting longer is pointless.
 

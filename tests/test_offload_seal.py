@@ -17,7 +17,7 @@ import torch
 
 from offload.daemon import DaemonSpec, daemon_command, redis_adapter
 from offload.fingerprint import FingerprintError, fingerprint
-from offload.guard import DeadlineFuture, Health, Held, Quarantine, Refused
+from offload.guard import DeadlineFuture, Health, Held, Quarantine, Refused, overdue
 from offload.owed import Asked, Due, OwedLocks
 from offload.processes import dead, listener
 from offload.seal import Sealer, new_seals, pages_of
@@ -173,6 +173,17 @@ def test_a_store_is_given_up_at_its_deadline_or_when_the_daemon_is_dead() -> Non
     answer.done = True
     assert made.query()
     assert made.result(timeout=0) is True
+
+
+def test_a_lookup_is_given_up_at_the_last_look_in_time() -> None:
+    first, deadline_s = 100.0, 2.0
+    for step in (0.01, 0.4, 1.3, 1.6, 2.5, 5.0):
+        look = previous = first
+        while not overdue(look, first, previous, deadline_s):
+            previous, look = look, look + step
+        assert look <= first + max(deadline_s + 1.0, step)  # one step is never known before it is over
+        assert look >= first + min(deadline_s, step)
+    assert not overdue(first, first, first, deadline_s)  # at the first look nothing is known of steps
 
 
 def test_quarantine_frees_in_order_and_only_what_nobody_can_write_to() -> None:

@@ -22,7 +22,7 @@ from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
 from agentserve.runtime.sglang_lmcache_locks import LockConnector
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of, state_name
-from offload.guard import DeadlineFuture, Health, Refused
+from offload.guard import DeadlineFuture, Health, Refused, overdue
 from offload.processes import dead, listener
 from offload.seal import Sealer, pages_of
 from offload.settings import OffloadError, settings_from
@@ -30,6 +30,7 @@ from offload.settings import OffloadError, settings_from
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.05  # how often a waiting load looks whether the daemon was lost meanwhile
+_FIRST_LOOK_S = 0.02  # a daemon answers in less; else the request waits for a whole step of the scheduler
 _ANSWER_S = 0.2  # how long a lookup that is late is asked after once more
 
 
@@ -54,7 +55,7 @@ class GuardedConnector(LockConnector):
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._sealer: Sealer | None = None
         self._refused = Refused()
-        self._polled_since: dict[str, float] = {}
+        self._looks: dict[str, tuple[float, float]] = {}  # lookups not answered yet -> first and latest look
         self._given_up: dict[str, str] = {}  # lookups given up here, not yet on all ranks -> why
         self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
         self._model_config = model_config
@@ -189,8 +190,11 @@ class GuardedConnector(LockConnector):
         name = operation.request_id
         # From the first poll: until then the request waited for something else.
         now = time.monotonic()
-        first = self._polled_since.setdefault(name, now)
-        late = now >= first + self._offload.lookup_deadline
+        first, previous = self._looks.get(name, (now, now))
+        if name not in self._looks and self.is_lookup_leader and self._health.online and not self.answered(name):
+            self.answer_is_there(operation, _FIRST_LOOK_S)
+        self._looks[name] = first, now
+        late = overdue(now, first, previous, self._offload.lookup_deadline)
         if (
             self.is_lookup_leader
             and not self.answered(name)
@@ -199,11 +203,11 @@ class GuardedConnector(LockConnector):
             self.owe_lookup(operation)
             operation.submission_future = None  # upstream reads this as a miss
             self._given_up[name] = "late" if late else "offline"
-            if late:
+            if now >= first + self._offload.lookup_deadline:
                 self._trouble("a lookup was not answered in time")
         hit = super().poll_lookup(operation)
         if hit is not None:
-            self._polled_since.pop(name, None)
+            self._looks.pop(name, None)
             self.counters.took("lookup", time.monotonic() - first)
             outcome = self._given_up.pop(name, "hit" if hit else "miss")
             self.counters.lookup(outcome)
@@ -343,7 +347,7 @@ class GuardedConnector(LockConnector):
     # --- ends
 
     def end_session(self, request_id: str) -> None:
-        self._polled_since.pop(request_id, None)
+        self._looks.pop(request_id, None)
         self._given_up.pop(request_id, None)
         super().end_session(request_id)
 
