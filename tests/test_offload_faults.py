@@ -94,10 +94,11 @@ def back_online(bench: Lab) -> None:
     wait_until(lambda: bench.connector.online, 120)
 
 
-def test_a_long_step_or_a_long_queue_makes_no_lookup_late(bench: Lab) -> None:
+def test_a_long_step_or_a_long_queue_makes_no_lookup_late(bench: Lab, daemon: Daemon) -> None:
     ids, _ = stored(bench)
-    queued, polled = bench.request("queued", ids), bench.request("polled", ids)
-    assert not bench.cache.check_prefetch_progress(polled.cache_request_handle)
+    with frozen(daemon):
+        queued, polled = bench.request("queued", ids), bench.request("polled", ids)
+        assert not bench.cache.check_prefetch_progress(polled.cache_request_handle)
     time.sleep(TIMES.lookup_deadline + 0.5)  # of the scheduler: nobody looks for the answers
     assert bench.cache.check_prefetch_progress(polled.cache_request_handle)
     assert bench.cache._external_flows["polled"].total_hit == 1024
