@@ -28,18 +28,40 @@ def settled(pending: Pending) -> bool:
         return True
 
 
-def overdue(now: float, first: float, previous: float, deadline_s: float, slack_s: float = 1.0) -> bool:
-    """Whether an answer that is not there is to be given up at this look.
+class Looks:
+    """The scheduler's looks for one answer, and how long the request was held for want of it.
 
-    The scheduler looks between its steps, so that one look may be too early and the next one far too late: that one is
-    expected as long after this as this came after the one before.
+    The scheduler looks between its steps, and only while it could let the request run: what counts is the time from a
+    look that finds no answer to the step after it. Times are seconds on one clock.
 
     Args:
-        now, first, previous: times of this look, the first one and the one before (the first one's own at the first).
-        deadline_s: seconds after the first look from which on nobody waits.
-        slack_s: how much later than that a look may be.
+        now: of the first look.
     """
-    return now >= first + deadline_s or now + (now - previous) > first + deadline_s + slack_s
+
+    def __init__(self, now: float) -> None:
+        self._first = now
+        self._missed_at: float | None = None
+        self._step_s = 0.0  # from the latest look to the step after it
+        self.held_s = 0.0
+
+    def missed(self, now: float) -> None:
+        """A look found no answer."""
+        self._missed_at = now
+
+    def step(self, now: float) -> None:
+        """A step of the scheduler begins, in which it may look again."""
+        if self._missed_at is not None:
+            self._step_s = now - self._missed_at
+            self.held_s += self._step_s
+            self._missed_at = None
+
+    def overdue(self, now: float, deadline_s: float) -> bool:
+        """Whether nobody waits for the answer any more: the deadline, counted from the first look, is over."""
+        return now >= self._first + deadline_s
+
+    def last_chance(self, now: float, deadline_s: float, slack_s: float = 1.0) -> bool:
+        """Whether the next look would be overdue by more than ``slack_s``, if this step takes as long as the last."""
+        return now + self._step_s > self._first + deadline_s + slack_s
 
 
 class DeadlineFuture:

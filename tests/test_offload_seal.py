@@ -17,7 +17,7 @@ import torch
 
 from offload.daemon import DaemonSpec, daemon_command, redis_adapter
 from offload.fingerprint import FingerprintError, fingerprint
-from offload.guard import DeadlineFuture, Health, Held, Quarantine, Refused, overdue
+from offload.guard import DeadlineFuture, Health, Held, Looks, Quarantine, Refused
 from offload.owed import Asked, Due, OwedLocks
 from offload.processes import dead, listener
 from offload.seal import Sealer, new_seals, pages_of
@@ -175,15 +175,28 @@ def test_a_store_is_given_up_at_its_deadline_or_when_the_daemon_is_dead() -> Non
     assert made.result(timeout=0) is True
 
 
-def test_a_lookup_is_given_up_at_the_last_look_in_time() -> None:
-    first, deadline_s = 100.0, 2.0
-    for step in (0.01, 0.4, 1.3, 1.6, 2.5, 5.0):
-        look = previous = first
-        while not overdue(look, first, previous, deadline_s):
-            previous, look = look, look + step
-        assert look <= first + max(deadline_s + 1.0, step)  # one step is never known before it is over
-        assert look >= first + min(deadline_s, step)
-    assert not overdue(first, first, first, deadline_s)  # at the first look nothing is known of steps
+@pytest.mark.parametrize("step_s", [0.01, 0.4, 1.3, 1.6, 2.5, 5.0])
+def test_a_lookup_is_given_up_at_the_last_look_in_time(step_s: float) -> None:
+    now, deadline_s = 100.0, 2.0
+    looks = Looks(now)
+    assert not looks.overdue(now, deadline_s)
+    assert not looks.last_chance(now, deadline_s)  # at the first look nothing is known of steps
+    while not (looks.overdue(now, deadline_s) or looks.last_chance(now, deadline_s)):
+        looks.missed(now)
+        now += step_s
+        looks.step(now)
+    assert looks.held_s == pytest.approx(now - 100)
+    assert min(deadline_s, step_s) - 1e-9 <= looks.held_s <= max(deadline_s + 1, step_s) + 1e-9
+
+
+def test_steps_without_a_look_hold_nobody() -> None:
+    looks = Looks(0.0)
+    looks.missed(0.0)
+    for now in (0.5, 1.0, 3.0):  # the cache is full: the scheduler looks for nothing
+        looks.step(now)
+    looks.missed(4.0)
+    looks.step(4.25)
+    assert looks.held_s == 0.75
 
 
 def test_quarantine_frees_in_order_and_only_what_nobody_can_write_to() -> None:

@@ -60,6 +60,8 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
             return None
 
     def check_hicache_events(self) -> None:
+        """Called once at the beginning of each step of the scheduler (``Scheduler.get_next_batch_to_run``)."""
+        self.lmcache_connector.step()
         pending = [
             (store.operation, self.tree_core.node_by_id(store.node_id)) for store in self._pending_stores if self._tells
         ]

@@ -22,7 +22,7 @@ from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
 from agentserve.runtime.sglang_lmcache_locks import LockConnector
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of, state_name
-from offload.guard import DeadlineFuture, Health, Refused, overdue
+from offload.guard import DeadlineFuture, Health, Looks, Refused
 from offload.processes import dead, listener
 from offload.seal import Sealer, pages_of
 from offload.settings import OffloadError, settings_from
@@ -55,7 +55,7 @@ class GuardedConnector(LockConnector):
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._sealer: Sealer | None = None
         self._refused = Refused()
-        self._looks: dict[str, tuple[float, float]] = {}  # lookups not answered yet -> first and latest look
+        self._looks: dict[str, Looks] = {}  # of lookups that are not answered yet
         self._given_up: dict[str, str] = {}  # lookups given up here, not yet on all ranks -> why
         self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
         self._model_config = model_config
@@ -190,11 +190,12 @@ class GuardedConnector(LockConnector):
         name = operation.request_id
         # From the first poll: until then the request waited for something else.
         now = time.monotonic()
-        first, previous = self._looks.get(name, (now, now))
-        if name not in self._looks and self.is_lookup_leader and self._health.online and not self.answered(name):
-            self.answer_is_there(operation, _FIRST_LOOK_S)
-        self._looks[name] = first, now
-        late = overdue(now, first, previous, self._offload.lookup_deadline)
+        if name not in self._looks:
+            self._looks[name] = Looks(now)
+            if self.is_lookup_leader and self._health.online and not self.answered(name):
+                self.answer_is_there(operation, _FIRST_LOOK_S)
+        looks, deadline = self._looks[name], self._offload.lookup_deadline
+        late = looks.overdue(now, deadline) or looks.last_chance(now, deadline)
         if (
             self.is_lookup_leader
             and not self.answered(name)
@@ -203,18 +204,26 @@ class GuardedConnector(LockConnector):
             self.owe_lookup(operation)
             operation.submission_future = None  # upstream reads this as a miss
             self._given_up[name] = "late" if late else "offline"
-            if now >= first + self._offload.lookup_deadline:
+            if looks.overdue(now, deadline):
                 self._trouble("a lookup was not answered in time")
         hit = super().poll_lookup(operation)
-        if hit is not None:
-            self._looks.pop(name, None)
-            self.counters.took("lookup", time.monotonic() - first)
+        if hit is None:
+            looks.missed(now)
+        else:
+            del self._looks[name]
+            self.counters.took("lookup", looks.held_s + time.monotonic() - now)
             outcome = self._given_up.pop(name, "hit" if hit else "miss")
             self.counters.lookup(outcome)
             note_lookup(name, outcome, hit)
             if hit and self._sealer is not None:
                 hit = self._before_refused(operation, hit)
         return hit
+
+    def step(self) -> None:
+        """The scheduler begins a step."""
+        now = time.monotonic()
+        for looks in self._looks.values():
+            looks.step(now)
 
     def _before_refused(self, operation: LMCacheLookupOperation, hit: int) -> int:
         """The tokens of a hit before the first page that any rank has refused lately; the rest is not asked for."""
