@@ -172,7 +172,7 @@ def test_the_streamer_that_carries_facts_fits_upstream() -> None:
     assert upstream.has_additional_customized_info is False
     streamer = object.__new__(ours)
     note_lookup("mine", "miss")
-    requests = [SimpleNamespace(rid=rid, finished=lambda: True) for rid in ("other", "mine")]
+    requests = [SimpleNamespace(rid=rid, finished=lambda: True) for rid in ("never looked up", "mine")]
     assert streamer.build_additional_customized_info(requests) == {KEY: [[], [{"lookup": "miss", "found": 0}]]}
     assert streamer.build_additional_customized_info(requests) == {}
 
