@@ -11,20 +11,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
+LMCACHE_VERSION = "0.5.6"  # whose connector the runtime subclasses
 _IMPORT = "import torch; print(torch.__version__, flush=True); import lmcache.cuda_ops"
 BUILD_COMMAND = (
     "pip install ninja setuptools_scm grpcio-tools==1.78.0 && "
-    "pip install --no-build-isolation --no-deps --no-binary lmcache --force-reinstall lmcache==0.5.6"
+    f"pip install --no-build-isolation --no-deps --no-binary lmcache --force-reinstall lmcache=={LMCACHE_VERSION}"
 )
 
 
-def cuda_copies_problem(python: str = sys.executable, timeout_s: float = 120.0) -> str | None:
+def cuda_copies_problem(timeout_s: float = 120.0) -> str | None:
     """Why ``lmcache.cuda_ops`` cannot be used by this Python; None where it can.
 
     It is imported in a process of its own: an extension that was built for another torch may end its process.
     """
     try:
-        done = subprocess.run([python, "-c", _IMPORT], capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return f"importing them took more than {timeout_s:.0f} s"
     if done.returncode == 0:

@@ -38,9 +38,14 @@ class Asked:
     after: list[Pending] = field(default_factory=list)
 
     @property
+    def answered(self) -> bool:
+        """Whether all answers are in."""
+        return all(settled(pending) for pending in self.after)
+
+    @property
     def clear(self) -> bool:
         """Whether the request's session can be ended at once."""
-        return self.key is None and all(settled(pending) for pending in self.after)
+        return self.key is None and self.answered
 
 
 class Due(NamedTuple):
@@ -81,7 +86,7 @@ class OwedLocks:
                     del self._owed[request]
                 elif self._clock() - asked.since > self._free_within_s:
                     found.append(Due(request, None))
-                elif all(settled(pending) for pending in asked.after):
+                elif asked.answered:
                     found.append(Due(request, asked.key))
         return found
 

@@ -11,10 +11,8 @@ from agentserve.launch.facts import CheckpointFacts
 from agentserve.launch.finding import Finding
 from agentserve.launch.recipe import Recipe
 from offload.daemon import DaemonSpec
-from offload.lmcache_copies import BUILD_COMMAND, cuda_copies_problem
+from offload.lmcache_copies import BUILD_COMMAND, LMCACHE_VERSION, cuda_copies_problem
 from offload.settings import OffloadError
-
-LMCACHE_VERSION = "0.5.6"  # the version whose connector the runtime subclasses
 
 
 def check_offload(recipe: Recipe, facts: CheckpointFacts | None, available: int) -> Iterator[Finding]:

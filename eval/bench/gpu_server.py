@@ -89,13 +89,8 @@ class GpuServer:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Raise RuntimeError with the log's end when it does not answer in time."""
-        give_up = time.monotonic() + timeout_s
-        while time.monotonic() < give_up and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                    return
-            except OSError:
-                time.sleep(0.3)
+        if answers(f"{self.url}/health", self._process, timeout_s):
+            return
         raise RuntimeError(f"the {self.name} server did not get ready; its last lines:\n{self.tail()}")
 
     def tail(self) -> str:
@@ -139,6 +134,18 @@ class GpuServer:
             if _gpu_megabytes() < IDLE_MEGABYTES:
                 return
             time.sleep(0.5)
+
+
+def answers(url: str, process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Whether a process answers at an address, with success, in time; not when it has ended."""
+    give_up = time.monotonic() + timeout_s
+    while time.monotonic() < give_up and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return True
+        except OSError:
+            time.sleep(0.3)
+    return False
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,12 +9,12 @@ import struct
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agentserve.checkpoint.config import TinyM3Shape
+from eval.bench.gpu_server import answers
 from offload.daemon import DaemonSpec, daemon_command
 from offload.state import prefix_state_planes
 
@@ -59,14 +59,8 @@ class Daemon:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Raises RuntimeError when it does not get healthy in time."""
-        give_up = time.monotonic() + timeout_s
-        while time.monotonic() < give_up and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(self._health, timeout=2):
-                    return
-            except OSError:
-                time.sleep(0.2)
-        raise RuntimeError(f"the daemon did not get healthy in {timeout_s:.0f} s (exit {self._process.poll()})")
+        if not answers(self._health, self._process, timeout_s):
+            raise RuntimeError(f"the daemon did not get healthy in {timeout_s:.0f} s (exit {self._process.poll()})")
 
     def tail(self) -> str:
         return self._log.read_text(errors="replace")[-2500:]

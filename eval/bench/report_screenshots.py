@@ -10,8 +10,9 @@ import hashlib
 import io
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 from PIL import Image
@@ -119,14 +120,26 @@ def store(png: bytes, out: Path, name: str) -> list[str]:
     return wrong
 
 
-def photograph(page: Path, widths: Sequence[int], out: Path) -> list[str]:
-    """Take the pictures of a page; returns what is wrong with it or with them."""
+def photograph(show: Callable[[Browser, int], list[str]], widths: Sequence[int], out: Path, name: str) -> list[str]:
+    """Take the pictures of a page; returns what is wrong with it or with them.
+
+    Args:
+        show: opens the page at a width; returns what is wrong with it.
+        name: the pictures are called ``NAME-WIDTH-1.png`` and so on.
+    """
     wrong: list[str] = []
     with Browser() as browser:
         for width in widths:
-            wrong += [f"{width} px: {fault}" for fault in look(browser, page, width)]
-            wrong += store(browser.screenshot(), out, f"report-{width}")
+            wrong += [f"{width} px: {fault}" for fault in show(browser, width)]
+            wrong += store(browser.screenshot(), out, f"{name}-{width}")
     return wrong
+
+
+def leave(wrong: Sequence[str]) -> NoReturn:
+    """Say what is wrong, and exit with 1 where anything is."""
+    for fault in wrong:
+        click.echo(fault, err=True)
+    sys.exit(1 if wrong else 0)
 
 
 @click.command()
@@ -139,12 +152,11 @@ def main(out: Path, page: Path | None, widths: tuple[int, ...]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            wrong = photograph(page or page_of(demo_run(Path(folder) / "run")), widths, out)
+            shown = page or page_of(demo_run(Path(folder) / "run"))
+            wrong = photograph(lambda browser, width: look(browser, shown, width), widths, out, "report")
     except BrowserError as error:
         raise click.ClickException(str(error)) from None
-    for fault in wrong:
-        click.echo(fault, err=True)
-    sys.exit(1 if wrong else 0)
+    leave(wrong)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -22,7 +21,7 @@ from agentserve.launch.host import free_port
 from agentserve.launch.tiny import tiny_server
 from agentserve.watch.settings import PAGE
 from eval.bench.browser import Browser, BrowserError
-from eval.bench.report_screenshots import WIDTHS, faults, store
+from eval.bench.report_screenshots import WIDTHS, faults, leave, photograph
 
 TRACE = "generated:preset=tiny,sessions=12,seed=4"
 CAPACITY = 4_096  # tokens: about three of its sessions
@@ -58,16 +57,6 @@ def show(browser: Browser, url: str, width: int) -> list[str]:
     return faults(browser, server=url) + ([f"it says: {trouble}"] if trouble else [])
 
 
-def photograph(url: str, widths: Sequence[int], out: Path) -> list[str]:
-    """Take the pictures of a server's watch page; returns what is wrong with it or with them."""
-    wrong: list[str] = []
-    with Browser() as browser:
-        for width in widths:
-            wrong += [f"{width} px: {fault}" for fault in show(browser, url, width)]
-            wrong += store(browser.screenshot(), out, f"watch-{width}")
-    return wrong
-
-
 @click.command()
 @click.option("--out", default="docs/screenshots", show_default=True, type=click.Path(file_okay=False, path_type=Path))
 @click.option("--width", "widths", multiple=True, type=click.IntRange(min=200), default=WIDTHS, show_default=True)
@@ -91,7 +80,8 @@ def main(out: Path, widths: tuple[int, ...], run: Path | None, warm: float) -> N
             try:
                 time.sleep(warm)
                 ended = sent.poll() is not None
-                wrong = photograph(server.plan.url, widths, out)
+                url = server.plan.url
+                wrong = photograph(lambda browser, width: show(browser, url, width), widths, out, "watch")
                 code = sent.wait()
             finally:
                 sent.terminate()
@@ -101,9 +91,7 @@ def main(out: Path, widths: tuple[int, ...], run: Path | None, warm: float) -> N
         wrong.append(f"the traffic was over before the page was looked at: give --warm less than {warm:g}")
     if code:
         wrong.append(f"the replay ended with {code}")
-    for fault in wrong:
-        click.echo(fault, err=True)
-    sys.exit(1 if wrong else 0)
+    leave(wrong)
 
 
 if __name__ == "__main__":
