@@ -2,8 +2,9 @@
 
 The tiny M3 on SGLang replays the same sessions four times: with memory for half and for all of the mean live contexts,
 each time with LMCache behind it and without. Nothing else differs. Beside the rates stand where the hits came from,
-what a cache that never evicts would have hit, that all four gave the same answers, and that no page was refused. Then
-a server takes prompts of 8,000 tokens computed, restored and from its own cache (as ``eval.bench.offload_restore``).
+what a cache that never evicts would have hit and why each run hit less (as ``agentserve report``), that all four gave
+the same answers, and that no page was refused. Then a server takes prompts of 8,000 tokens computed, restored and from
+its own cache (as ``eval.bench.offload_restore``).
 
 FILE keeps the replays that are done: call it again with the same options to go on.
 """
@@ -25,7 +26,8 @@ from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.launch.host import free_port
 from agentserve.launch.tiny import tiny_server
 from eval.bench.offload_restore import counted, measure
-from eval.bench.prediction_live import contexts_of
+from eval.bench.prediction_live import contexts_of, measured_contexts
+from eval.report import load_run, summarize
 from radix_cache.rates import hit_tokens
 from traces.replay.config import ReplayConfig
 from traces.replay.record import RequestRecord
@@ -69,9 +71,19 @@ def rates(records: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
+def causes(folder: Path) -> dict[str, float]:
+    """Why a run hit less than its prompts shared, as shares of all prompt tokens, by cause."""
+    run = load_run(folder)
+    if run.kv_events is None or not run.kv_events.header.emptied or run.kv_events.gaps:
+        raise RuntimeError(f"{folder.name}: the cache events are not whole from an empty cache on")
+    found = summarize(run.header, run.records, run.events, kv_events=run.kv_events).attribution
+    return {} if found is None else {row.cause: round(row.rate_difference, 4) for row in found.causes if row.tokens}
+
+
 def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool) -> tuple[dict[str, Any], Any]:
     """One server, one replay; what came of it and its answers. Raises RuntimeError when a request failed."""
     overrides: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": 2048}
+    overrides["kv_events"] = f"tcp://*:{free_port()}"
     if offload:
         overrides |= offload_overrides()
     with tiny_server(overrides, checkpoint=checkpoint, log=config.out.with_suffix(".log")) as server:
@@ -82,7 +94,14 @@ def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool
     if result.status != "finished" or result.tally.failed:
         raise RuntimeError(f"{config.out.name}: {result.status}, {result.tally.failed} failed requests")
     records = list(read_run(config.out).records())
-    return {"capacity_tokens": capacity, **rates(records), "offload_tokens": tokens}, answers_of(records)
+    found = {
+        "capacity_tokens": capacity,
+        "measured_live_contexts": round(measured_contexts(records, config.concurrency)),
+        **rates(records),
+        "lost_by_cause": causes(config.out),
+        "offload_tokens": tokens,
+    }
+    return found, answers_of(records)
 
 
 def gain(without: dict[str, Any], with_tier: dict[str, Any]) -> dict[str, float]:
@@ -131,8 +150,13 @@ def save(result: dict[str, Any], out: Path | None) -> None:
 @click.option("--max-output", default=4)
 @click.option("--max-context", default=3000)
 @click.option("--tokens-per-block", type=int, help="Reduce the trace's blocks to this many tokens.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path, file_okay=False), help="Leave runs here, for `agentserve report`."
+)
 @click.option("--think", default="scaled:0.1,capped:4")
-def main(trace: str, out: Path | None, capacities: Sequence[float], rounds: int, **settings: Any) -> None:
+def main(
+    trace: str, out: Path | None, capacities: Sequence[float], rounds: int, keep: Path | None, **settings: Any
+) -> None:
     """Run the servers and print what came of each; exit code 1 when answers differ or a page was refused."""
     asked = {"command": "python -m eval.bench.offload_gain", "trace": Path(trace).name, **settings}
     result: dict[str, Any] = {**asked, "runs": {}}
@@ -148,7 +172,7 @@ def main(trace: str, out: Path | None, capacities: Sequence[float], rounds: int,
                 name = f"{ratio:g} of the live contexts, {'with' if offload else 'without'} the host tier"
                 if name in result["runs"]:
                     continue
-                config = ReplayConfig(trace=trace, out=Path(folder) / f"{ratio:g}-{offload}", **settings)
+                config = ReplayConfig(trace=trace, out=(keep or Path(folder)) / f"{ratio:g}-{offload}", **settings)
                 click.echo(f"{name} ...", err=True)
                 run, answers = live(config, int(ratio * contexts) // PAGE * PAGE, checkpoint, offload=offload)
                 digests = {"/".join(map(str, key)): (digest or "")[:8] for key, digest in answers.items()}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +23,8 @@ from offload.daemon import DaemonSpec, RedisClient
 from offload.segments import SHM
 
 CHUNK = 256
+# How often each is drawn. A killed daemon is away for the time that its start takes, so that one is rarer.
+FAULTS = {"daemon frozen": 4, "daemon slow": 3, "redis killed": 3, "daemon killed": 1}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
@@ -142,6 +147,47 @@ def crawl(running: Daemon, seconds: float, *, stop_s: float = 0.2, run_s: float 
         with frozen(running):
             time.sleep(stop_s)
         time.sleep(run_s)
+
+
+class Faults(threading.Thread):
+    """Breaks things for ``seconds``, and leaves everything running then."""
+
+    def __init__(self, seed: int, running: Daemon, redis: Redis, seconds: float) -> None:
+        super().__init__(name="faults", daemon=True)
+        self._until = time.monotonic() + seconds
+        self._rng = random.Random(seed)
+        self._daemon, self._redis = running, redis
+        self._end = threading.Event()
+        self.done: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._end.wait(self._rng.uniform(2, 12)) and time.monotonic() < self._until:
+                kind = self._rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+                self._inject(kind, self._rng.uniform(0.5, 6))
+                self.done[kind] += 1
+        except BaseException as error:  # told to whoever waits for this thread
+            self.failure = error
+
+    def _inject(self, kind: str, seconds: float) -> None:
+        if kind == "daemon killed":
+            send(self._daemon, signal.SIGKILL)
+        elif kind == "daemon frozen":
+            with frozen(self._daemon):
+                self._end.wait(seconds)
+        elif kind == "daemon slow":
+            crawl(self._daemon, seconds)
+        else:
+            self._redis.kill()
+            self._end.wait(seconds)
+            self._redis.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
 
 
 def locks(running: Daemon) -> dict[str, int]:

@@ -6,14 +6,15 @@ slows the daemon and kills the Redis, at times drawn from the seed. Every answer
 How long requests waited for the tier is what the server counted at each lookup, load and store: how long a request
 takes altogether depends on what has to be computed instead, and on the machine. File descriptors, shared memory and
 locks are counted before the first fault and after everything has healed.
+
+``--index-reuse freq:2 --eagle3 --policy gittins`` adds those to the server with faults. The first server then has the
+same index reuse, which is part of the model, and neither drafts nor a policy, which must not change an answer.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import re
-import signal
 import sys
 import tempfile
 import threading
@@ -28,13 +29,14 @@ import httpx
 import psutil
 
 from agentserve.checkpoint.tiny import write_tiny_checkpoint
+from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
 from agentserve.launch.daemon import Daemon
 from agentserve.launch.process import ServerProcess
 from agentserve.launch.tiny import tiny_server
 from eval.bench.offload_gain import PAGE, answers_of
 from eval.bench.offload_restore import counted, flush
-from eval.bench.offload_rig import Redis, crawl, daemon, descriptors, frozen, locks, port_of, segments, send, wait_until
-from eval.bench.prediction_live import contexts_of
+from eval.bench.offload_rig import Faults, Redis, daemon, descriptors, locks, port_of, segments, wait_until
+from eval.bench.prediction_live import Policy, contexts_of
 from traces.replay.config import ReplayConfig
 from traces.replay.record import RequestRecord
 from traces.replay.run import replay
@@ -45,11 +47,10 @@ LOOKUP_S, LOAD_S, STORE_S = 2.0, 2.0, 5.0
 DEADLINES = {"lookup": LOOKUP_S, "load": LOAD_S, "store": STORE_S}
 SLACK_S = 1.0
 CHUNK_TOKENS = 1024  # of a prefill: a lookup is looked after between two steps, so these are to be short
-# How often each is drawn. A killed daemon is away for the time that its start takes, so that one is rarer.
-FAULTS = {"daemon frozen": 4, "daemon slow": 3, "redis killed": 3, "daemon killed": 1}
 GAUGES = re.compile(r"^agentserve_offload_online\{[^}]*\} (\S+)$", re.MULTILINE)
 WAITS = re.compile(r"^agentserve_offload_wait_seconds_(bucket|count|sum)\{([^}]*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
+COUNTS = {"not_stored": "agentserve_offload_tokens_not_stored_total", "evicted": "agentserve_evicted_tokens_total"}
 LOADS = re.compile(r'^agentserve_offload_seconds_total\{[^}]*wait="load"[^}]*\} (\S+)$', re.MULTILINE)
 
 
@@ -58,6 +59,16 @@ def metrics(http: httpx.Client) -> tuple[bool, float]:
     text = http.get("/metrics").text
     gauges = [float(value) for value in GAUGES.findall(text)]
     return bool(gauges) and min(gauges) == 1, sum(float(value) for value in LOADS.findall(text))
+
+
+def policy_counts(text: str) -> dict[str, dict[str, int]]:
+    """What a policy left out of the tier by reason, and evicted by victim, in tokens; empty without a policy."""
+    found: dict[str, Counter[str]] = {}
+    for name, metric in COUNTS.items():
+        for labels, value in re.findall(rf"^{metric}\{{([^}}]*)\}} (\S+)$", text, re.MULTILINE):
+            label = dict(LABEL.findall(labels))
+            found.setdefault(name, Counter())[label.get("reason") or label["victim"]] += int(float(value))
+    return {name: dict(counts) for name, counts in found.items()}
 
 
 def waits(text: str, deadlines: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -86,47 +97,6 @@ def waits(text: str, deadlines: Mapping[str, float]) -> dict[str, dict[str, floa
         found[name]["none_longer_than_s"] = min((b for b, n in counts[name].items() if n == total), default=0.0)
         found[name]["over_deadline_and_1_s"] = total - counts[name].get(deadline + SLACK_S, 0.0)
     return found
-
-
-class Faults(threading.Thread):
-    """Breaks things for ``seconds``, and leaves everything running then."""
-
-    def __init__(self, seed: int, running: Daemon, redis: Redis, seconds: float) -> None:
-        super().__init__(name="faults", daemon=True)
-        self._until = time.monotonic() + seconds
-        self._rng = random.Random(seed)
-        self._daemon, self._redis = running, redis
-        self._end = threading.Event()
-        self.done: Counter[str] = Counter()
-        self.failure: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            while not self._end.wait(self._rng.uniform(2, 12)) and time.monotonic() < self._until:
-                kind = self._rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-                self._inject(kind, self._rng.uniform(0.5, 6))
-                self.done[kind] += 1
-        except BaseException as error:  # told to whoever waits for this thread
-            self.failure = error
-
-    def _inject(self, kind: str, seconds: float) -> None:
-        if kind == "daemon killed":
-            send(self._daemon, signal.SIGKILL)
-        elif kind == "daemon frozen":
-            with frozen(self._daemon):
-                self._end.wait(seconds)
-        elif kind == "daemon slow":
-            crawl(self._daemon, seconds)
-        else:
-            self._redis.kill()
-            self._end.wait(seconds)
-            self._redis.start()
-
-    def stop(self) -> None:
-        self._end.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
 
 
 class Watch(threading.Thread):
@@ -212,6 +182,7 @@ def judge(passes: Sequence[list[RequestRecord]], known: Mapping[str, str]) -> di
         "passes": len(passes),
         "requests": len(records),
         "failed_requests": len(records) - len(answered),
+        "verifications_of_drafts": sum(sum(record.accepted_drafts or []) for record in records),
         "wrong_answers": len(wrong),
         "slowest_request_s": round(times[-1], 2),
         "median_request_s": round(times[len(times) // 2], 3),
@@ -240,6 +211,15 @@ def good(found: dict[str, Any]) -> bool:
     return not bad and all(by <= 0 for by in found["growth"].values())
 
 
+def at_work(features: Mapping[str, Any], seeds: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether drafts were verified and victims chosen by the policy in each run that was to do so."""
+    return all(
+        ("eagle3" not in features or run["with_faults"]["verifications_of_drafts"] > 0)
+        and ("policy" not in features or sum(run["policy"].get("evicted", {}).values()) > 0)
+        for run in seeds.values()
+    )
+
+
 def _answered(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     return [record for record in records if record.error is None]
 
@@ -254,20 +234,30 @@ def _answered(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 @click.option("--max-output", default=4)
 @click.option("--max-context", default=3000)
 @click.option("--think", default="scaled:0.1,capped:4")
-def main(trace: str, minutes: float, seeds: tuple[int, ...], out: Path | None, **settings: Any) -> None:
+@click.option("--index-reuse", help="As freq:2, on both servers.")
+@click.option("--eagle3", is_flag=True, help="Drafts, really verified, on the server with faults.")
+@click.option("--policy", help="EVICTION[+ADMISSION], as gittins, on the server with faults.")
+def main(
+    trace: str, minutes: float, seeds: tuple[int, ...], out: Path | None, index_reuse: str | None, eagle3: bool,
+    policy: str | None, **settings: Any,
+) -> None:  # fmt: skip
     """Run what FILE lacks; exit code 1 when an answer differs, a request fails or waits too long, or anything grew."""
     asked = {"command": "python -m eval.bench.offload_soak", "trace": trace, **settings, "deadlines_s": DEADLINES}
+    features = {"index_reuse": index_reuse, "eagle3": eagle3, "policy": policy}
+    asked["features"] = {name: value for name, value in features.items() if value}
     report: dict[str, Any] = {**asked, "seeds": {}}
     if out is not None and out.exists():
         report = json.loads(out.read_text())
-        if any(report.get(name) != value for name, value in asked.items()):
+        if any(report.get(name, {}) != value for name, value in asked.items()):
             raise click.UsageError(f"{out} holds runs with other options: give another --out, or remove it")
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name:
         folder = Path(name)
         config = ReplayConfig(trace=trace, out=folder, **settings)
         capacity = report["capacity_tokens"] = int(contexts_of(config) / 4) // PAGE * PAGE
         checkpoint = write_tiny_checkpoint(folder / "m3")
-        common = {"kv.capacity_tokens": capacity, "prefill_chunk": CHUNK_TOKENS}
+        common: dict[str, Any] = {"kv.capacity_tokens": capacity, "prefill_chunk": CHUNK_TOKENS}
+        if index_reuse is not None:
+            common["index_reuse"] = index_reuse
         if "without_offload" not in report:
             with tiny_server(common, checkpoint=checkpoint, log=folder / "plain.log") as server:
                 plain = one_pass(config, server.plan.url, folder / "plain", flush_first=True)
@@ -278,6 +268,11 @@ def main(trace: str, minutes: float, seeds: tuple[int, ...], out: Path | None, *
             }
             save(report, out)
             click.echo(f"without offload: {len(plain)} requests", err=True)
+        if eagle3:
+            common["eagle3.draft"] = str(write_tiny_eagle3(folder / "draft"))
+        if policy is not None:
+            chosen = Policy.parse(policy)
+            common |= {"radix.policy": chosen.eviction, "radix.admission": chosen.admission}
         for seed in seeds:
             if str(seed) not in report["seeds"]:
                 run = faulty_run(config, common, checkpoint, folder / str(seed), minutes=minutes, seed=seed)
@@ -286,7 +281,7 @@ def main(trace: str, minutes: float, seeds: tuple[int, ...], out: Path | None, *
                 report["together"] = together(report["seeds"])
                 save(report, out)
     click.echo(json.dumps(report, indent=1))
-    sys.exit(0 if good(report["together"]) else 1)
+    sys.exit(0 if good(report["together"]) and at_work(asked["features"], report["seeds"]) else 1)
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:
@@ -348,6 +343,7 @@ def soak(
             "longest_wait_for_a_load_s": round(watch.longest_wait_s, 2),
             "waits": waits(http.get("/metrics").text, DEADLINES),
             "tokens": {event: counted(http, event) for event in events},
+            "policy": policy_counts(http.get("/metrics").text),
             "healed_pass_from_host_tier": sum(r.cached_storage or 0 for r in passes[-1]),
             "before": before,
             "after": after,
