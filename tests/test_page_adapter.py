@@ -212,3 +212,33 @@ def test_equals_the_table_that_sglang_gives_to_aiter(tmp_path: Path) -> None:
         assert lengths.tolist() == table.lengths[0].tolist()
         for theirs, row, length in zip(pages.tolist(), table.pages[0].tolist(), lengths.tolist(), strict=True):
             assert theirs[: -(-length // 64)] == row[: -(-length // 64)]
+
+
+def test_sglang_still_has_no_place_where_aiter_reads_the_pool() -> None:
+    """Why the adapter is not called in serving; when this fails, AITER may decode now (docs/design/shapes.md)."""
+    import inspect
+    import pkgutil
+
+    from agentserve.runtime import torchvision_operators
+
+    torchvision_operators.declare()
+    attention = "sglang.srt.layers.attention"
+
+    def source(path: str) -> str:
+        return inspect.getsource(inspect.unwrap(pkgutil.resolve_name(path)))
+
+    sparse = f"{attention}.minimax_sparse_ops.minimax_sparse"
+    assert "gluon_sparse_prefill(" in source(f"{sparse}:minimax_sparse_prefill")
+    decode = source(f"{sparse}:minimax_sparse_decode").lower()
+    assert not any(name in decode for name in ("aiter", "gluon", "pa_decode"))
+    backend = f"{attention}.minimax_sparse_backend:MiniMaxSparseAttnBackend"
+    # A verification on ROCm is such a decode, of one row a token.
+    assert "return self.forward_decode(" in source(f"{backend}.forward_extend").partition("disable_value")[0]
+    paged = source(f"{backend}._dense_sparse_main_decode")
+    assert paged.count("isinstance(self.dense_backend") == 1
+    assert "TRTLLMHAAttnBackend" in paged
+    assert "raise NotImplementedError" in paged
+    # And the kernel reads pages of another layout, which prefill copies the context to.
+    gluon = "sglang.kernels.ops.attention.minimax_sparse.prefill.gluon_prefill"
+    called = source(f"{gluon}:gluon_sparse_prefill")
+    assert called.index("_gather_context_to_shuffle(") < called.index("pa_decode_gluon(")
