@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from eval.bench.eagle3_server import REAL_DRAFT
 from eval.bench.gpu_server import REAL, free_ports
 from eval.bench.offload_gain import conclude, rates
 from eval.bench.offload_gpu import good, where
-from eval.bench.offload_gpu_parts import CHUNK, state_bytes, write_checkpoint
+from eval.bench.offload_gpu_parts import CHUNK, state_bytes
 from eval.bench.offload_rig import crawl, descriptors, frozen, segments
 from eval.bench.offload_soak import answers, growth, judge, together, waits
 from eval.bench.offload_soak import good as soaked
@@ -131,10 +132,11 @@ def test_a_gpu_result_is_good_only_with_everything_restored_verified_and_equal()
     assert where({"meta_info": {"cached_tokens": 7}}) == {"device": 7, "storage": 0}
 
 
-def test_the_state_of_the_real_shapes_is_k_v_and_index_k(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m3", REAL)
-    assert state_bytes(folder, 1) == 2 * (6 * 2 * 4 * 128 + 5 * 128)
-    assert state_bytes(folder, 2) == 2 * (6 * 2 * 2 * 128 + 5 * 128)
+def test_the_state_of_the_real_shapes_is_k_v_index_k_and_a_drafts_k_and_v() -> None:
+    config, draft = REAL.hf_config(bos_id=0, eos_id=1), REAL_DRAFT.hf_config()
+    assert state_bytes(config, None, 1, "bfloat16") == 2 * (6 * 2 * 4 * 128 + 5 * 128)
+    assert state_bytes(config, None, 2, "bfloat16") == 2 * (6 * 2 * 2 * 128 + 5 * 128)
+    assert state_bytes(config, draft, 2, "bfloat16") == 2 * (6 * 2 * 2 * 128 + 5 * 128 + 2 * 4 * 128)
     assert len(set(free_ports(4))) == 4
 
 

@@ -17,6 +17,16 @@ REAL_DRAFT = TinyDraftShape(REAL, num_heads=64, num_kv_heads=8, mlp_size=12_288,
 _COUNTER = re.compile(r"^agentserve_speculation_(steps|accepted_drafts)_total\{([^}]*)\} (\S+)$", re.MULTILINE)
 
 
+def draft_options(draft: Path, drafts: int, *, cpu: bool) -> list[str]:
+    """SGLang's options for a linear chain of ``drafts`` tokens by the model in ``draft``."""
+    return [
+        "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft),
+        "--speculative-num-steps", str(drafts), "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(drafts + 1),
+        "--speculative-draft-attention-backend", "torch_native" if cpu else "triton",
+    ]  # fmt: skip
+
+
 class SpecServer(GpuServer):
     """A starting or running server.
 
@@ -50,12 +60,7 @@ class SpecServer(GpuServer):
             options += ["--cuda-graph-bs-decode", *map(str, batches)] if graphs else ["--disable-cuda-graph"]
         options += [] if overlap else ["--disable-overlap-schedule"]
         if settings is not None:
-            options += [
-                "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder / "draft"),
-                "--speculative-num-steps", str(drafts), "--speculative-eagle-topk", "1",
-                "--speculative-num-draft-tokens", str(drafts + 1),
-                "--speculative-draft-attention-backend", "torch_native" if cpu else "triton",
-            ]  # fmt: skip
+            options += draft_options(folder / "draft", drafts, cpu=cpu)
             environment = {**environment, **settings._replace(layers=draft.capture_layers).environment()}
         name = "plain" if settings is None else "EAGLE3"
         super().__init__(folder, folder / "target", options, environment, cpu=cpu, ranks=ranks, name=name)

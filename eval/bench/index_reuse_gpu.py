@@ -5,7 +5,8 @@ layers of MiniMax-M3's real shapes with random weights. Timed are the prefill of
 token of a cached one while the whole batch decodes. Beside the times stand the executed counters of the same servers.
 ``--part equality`` compares greedy tokens and log-probabilities of two servers whose matrix products are the same
 ones, so that skipping the producers must not change a bit. ``--part deep`` times decoding alone on a model of 24 sparse
-layers with fewer experts, which tells what a layer saves several times more sharply.
+layers with fewer experts, which tells what a layer saves several times more sharply. ``--part long`` is the batch of
+eight longest prompts, which mostly takes time to prefill.
 
 The extrapolation to the whole model assumes that its 57 sparse layers cost what these five do.
 """
@@ -25,8 +26,11 @@ from eval.bench.index_reuse_summary import compare, summary
 # Forth and back (the middle server has two turns), so that a drift of the machine meets every mode alike.
 TIMED = (Mode("off"), Mode("shared"), Mode("skipped"), Mode("shared"), Mode("off"))
 COMPARED = (Mode("shared", fused=False), Mode("skipped", fused=False))
-DEEP_TIMED = (Mode("shared"), Mode("skipped"), Mode("off"), Mode("shared"))
-PARTS = {"time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED), "deep": DEEP_TIMED}
+DEEP_TIMED = (Mode("shared"), Mode("skipped"), Mode("off"), Mode("skipped"), Mode("shared"))
+LONG_TIMED = (Mode("off"), Mode("shared"), Mode("skipped"))
+PARTS = {
+    "time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED), "deep": DEEP_TIMED, "long": LONG_TIMED,
+}  # fmt: skip
 SHAPES = {"deep": DEEP, "equality": FEW_EXPERTS}
 START_S = 17.0  # of a server that has imported everything and waits at its gate
 BATCHES = (1, 8)
@@ -64,7 +68,7 @@ class Bench:
     """
 
     def __init__(self, part: str, record: Record, *, cpu: bool, freq: int, ranks: int) -> None:
-        self._plan, self._deep, self._record = PARTS[part], part == "deep", record
+        self._plan, self._part, self._record = PARTS[part], part, record
         self._cpu, self._freq, self._ranks = cpu, freq, ranks
         self._folder = Path(tempfile.mkdtemp(prefix="index-reuse-"))
         self._shape = TINY if cpu else SHAPES.get(part, REAL)
@@ -92,8 +96,9 @@ class Bench:
             self._checks[mode.name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
             self._note_executed(server)
             return
-        if self._deep:
-            self._pace_only(server)
+        if self._part in ("deep", "long"):
+            (self._pace_only if self._part == "deep" else self._long_batch)(server)
+            self._note_executed(server)
             return
         small = self._lengths[0]
         for count in BATCHES:  # every server loads, and the first compiles, its kernels outside of what is timed
@@ -116,7 +121,17 @@ class Bench:
             for _ in range(4):
                 cell["per_token_s"].append(server.pace(self._prompts(length, count), self._new_tokens)[0])
             self._record.note(f"{server.mode} {length}x{count}: {[round(s * 1e3, 4) for s in cell['per_token_s']]} ms")
-        self._note_executed(server)
+
+    def _long_batch(self, server: BenchServer) -> None:
+        small, _, long = self._lengths
+        for length, count in ((long, 1), (small, 8)):
+            server.generate(self._prompts(length, count), 8)  # kernels
+        self._prefill(server, long, 8)
+        cell = self._cell(server, long, 8)
+        for _ in range(4):
+            cell["per_token_s"].append(server.pace(self._prompts(long, 8), self._new_tokens)[0])
+        times = cell["prefill_s"][-1], [round(s * 1e3, 4) for s in cell["per_token_s"]]
+        self._record.note(f"{server.mode} {long}x8: {times[0]:.3f} s, {times[1]} ms")
 
     def _note_executed(self, server: BenchServer) -> None:
         """What a mode's first server counted."""
@@ -127,8 +142,8 @@ class Bench:
         small, middle, long = self._lengths
         cells = [(small, 1), (middle, 1), (long, 1), (small, 8)]
         first = not self._cells.get(server.mode.name)
-        # Batches of long prompts take most of their time to prefill, which says nothing that single prompts do not:
-        # the middle length once a mode, the long one not at all.
+        # Batches of long prompts take most of their time to prefill: the middle length once a mode, the long one in a
+        # part of its own.
         begin = 0.0
         for length, count in [(middle, 8), *cells] if first else cells:
             if (length, count) == cells[0]:

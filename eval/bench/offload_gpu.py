@@ -6,7 +6,9 @@ pool through CUDA IPC. Each round takes a new prompt of each length through all 
 to the first token stand the bytes that a restore moves and its speed against plain copies between pinned host memory
 and the GPU measured in the same call, and what makes the times worth something: where the tokens came from, that every
 restored page passed its seal, and that restored answers are those of the device's own cache. A second server then
-restores what the first one stored. ``--cpu`` runs the same script on the tiny M3, ``--ranks 2`` on two GPUs.
+restores what the first one stored. ``--cpu`` runs the same script on the tiny M3, ``--ranks 2`` on two GPUs; with
+``--eagle3`` the servers draft (real verification, random drafts), and the draft's K and V are part of every prefix;
+``--kv-dtype fp8_e4m3`` keeps K, V and index K in FP8.
 """
 
 from __future__ import annotations
@@ -21,38 +23,69 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
-from eval.bench.gpu_frame import Record, options, out_file, prompt
+from agentserve.checkpoint.tiny_eagle3 import TinyDraftShape
+from agentserve.runtime.speculation import SpeculationSettings
+from eval.bench.eagle3_server import REAL_DRAFT, draft_options
+from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt
 from eval.bench.gpu_server import REAL, TINY, GpuServer, free_ports
 from eval.bench.offload_gpu_parts import CHUNK, Daemon, plain_copies, state_bytes, write_checkpoint
 from eval.bench.offload_restore import WAYS, counted, difference, flush, generate
 from offload.lmcache_copies import cuda_copies_problem
 from offload.settings import OffloadSettings
 
+DRAFTS = 3
 # Whole chunks and one token: a hit on the device and a restored one then leave the same single token to compute.
 LENGTHS = {"cpu": (4 * CHUNK + 1, 12 * CHUNK + 1), "gpu": (125 * CHUNK + 1, 469 * CHUNK + 1)}
+
+
+class Served(NamedTuple):
+    """What the servers of a call run.
+
+    Attributes:
+        checkpoint: a folder with a config, the same for all servers: its path and files are part of the key.
+        draft: a draft's shape and its checkpoint, or None.
+        kv_dtype: element type of the KV cache, or ``auto``.
+        ranks: GPUs to share the model.
+        cpu: the tiny shape on this project's CPU platform, to try the benchmark itself.
+    """
+
+    checkpoint: Path
+    draft: tuple[TinyDraftShape, Path] | None
+    kv_dtype: str
+    ranks: int
+    cpu: bool
 
 
 class OffloadServer(GpuServer):
     """A starting or running server with offload.
 
     Args:
-        checkpoint: a folder with a config, the same for all servers: its path and files are part of the key.
+        served: what it runs.
         folder: for its gate and log.
         settings: which daemon, and how long anything waits.
-        ranks: GPUs to share the model.
-        cpu: the tiny shape on this project's CPU platform, to try the benchmark itself.
     """
 
-    def __init__(self, checkpoint: Path, folder: Path, settings: OffloadSettings, *, ranks: int, cpu: bool) -> None:
-        options = ["--max-total-tokens", "8192"] if cpu else [
+    def __init__(self, served: Served, folder: Path, settings: OffloadSettings) -> None:
+        options = ["--max-total-tokens", "8192"] if served.cpu else [
             "--cuda-graph-bs-decode", "1", "--mem-fraction-static", "0.8", "--max-total-tokens", "262144"
         ]  # fmt: skip
         options += ["--max-running-requests", "4", "--enable-cache-report", "--enable-lmcache"]
-        super().__init__(folder, checkpoint, options, settings.environment(), cpu=cpu, ranks=ranks, name="offloading")
+        options += ["--kv-cache-dtype", served.kv_dtype]
+        environment = settings.environment()
+        if served.draft is not None:
+            shape, draft = served.draft
+            options += draft_options(draft, DRAFTS, cpu=served.cpu)
+            environment |= SpeculationSettings(layers=shape.capture_layers).environment()
+            weights = plugin_path(folder / "path", "eagle3_bench", "eval.bench.eagle3_weights:register")
+            known = os.environ.get("PYTHONPATH", "")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(weights), known]))
+        super().__init__(
+            folder, served.checkpoint, options, environment, cpu=served.cpu, ranks=served.ranks, name="offloading"
+        )
 
     def stop(self) -> None:
         """Let it take leave of the daemon, which would hold its memory for a minute otherwise; then as any server."""
@@ -80,20 +113,31 @@ class Session:
     """Daemons, one a rank, and two servers after each other.
 
     Args:
-        folder: for checkpoint and logs.
+        folder: for checkpoints and logs.
         record: where what is found goes, and how long everything may take.
         rounds: new prompts of each length.
         ranks: GPUs to share the model.
+        eagle3: the servers draft.
+        kv_dtype: element type of the KV cache, or ``auto``.
         cpu: the tiny M3 on a CPU.
     """
 
-    def __init__(self, folder: Path, record: Record, *, rounds: int, ranks: int, cpu: bool) -> None:
+    def __init__(
+        self, folder: Path, record: Record, *, rounds: int, ranks: int, eagle3: bool, kv_dtype: str, cpu: bool
+    ) -> None:
         self._folder, self._record, self._rounds, self._ranks, self._cpu = folder, record, rounds, ranks, cpu
         shape = TINY if cpu else REAL
         self._vocabulary = shape.vocab_size
-        self._checkpoint = write_checkpoint(folder / "m3", shape)
+        config, checkpoint = shape.hf_config(bos_id=0, eos_id=1), folder / "m3"
+        write_checkpoint(checkpoint, config)
+        draft, draft_config = None, None
+        if eagle3:
+            drafting = TinyDraftShape(TINY) if cpu else REAL_DRAFT
+            draft_config = drafting.hf_config()
+            draft = drafting, write_checkpoint(folder / "draft", draft_config)
+        self._served = Served(checkpoint, draft, kv_dtype, ranks, cpu)
         self._lengths = LENGTHS["cpu" if cpu else "gpu"]
-        self._bytes = state_bytes(self._checkpoint, ranks)
+        self._bytes = state_bytes(config, draft_config, ranks, shape.dtype if kv_dtype == "auto" else kv_dtype)
         self._answers: list[tuple[list[int], dict[str, Any]]] = []  # prompts of the last round, answered from a hit
         ports = free_ports(2 * ranks)
         # Long ones: the first store of a length lets the daemon's memory grow, which is not what is measured.
@@ -107,7 +151,8 @@ class Session:
             for port, http_port in zip(ports[:ranks], ports[ranks:], strict=True)
         ]
         record.found |= {
-            "layers": shape.num_layers, "tp": ranks, "chunk_tokens": CHUNK, "bytes_per_token_and_rank": self._bytes,
+            "layers": shape.num_layers, "tp": ranks, "eagle3": eagle3, "kv_dtype": kv_dtype, "chunk_tokens": CHUNK,
+            "bytes_per_token_and_rank": self._bytes,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -145,8 +190,7 @@ class Session:
                 daemon.stop()
 
     def _start(self, name: str) -> OffloadServer:
-        folder = self._folder / name
-        return OffloadServer(self._checkpoint, folder, self._settings, ranks=self._ranks, cpu=self._cpu)
+        return OffloadServer(self._served, self._folder / name, self._settings)
 
     def _open(self, server: OffloadServer) -> None:
         server.open_gate()
@@ -244,15 +288,21 @@ def good(result: dict[str, Any]) -> bool:
 def main() -> None:
     parser = options(__doc__, budget_s=500)
     parser.add_argument("--rounds", type=int, default=3, help="new prompts of each length")
+    parser.add_argument("--eagle3", action="store_true", help="with a draft")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of K, V and index K")
     chosen = parser.parse_args()
     if not chosen.cpu and (problem := cuda_copies_problem()) is not None:
         sys.exit(f"LMCache's compiled copies do not load {problem}; see eval/bench/gpu_run.sh")
-    out = out_file("offload-h200.json" if chosen.ranks == 1 else f"offload-h200-tp{chosen.ranks}.json")
+    kinds = (f"-tp{chosen.ranks}", chosen.ranks > 1), ("-eagle3", chosen.eagle3), ("-fp8", chosen.kv_dtype != "auto")
+    out = out_file(f"offload-h200{''.join(kind for kind, asked in kinds if asked)}.json")
     record = Record("eval.bench.offload_gpu", out, chosen.budget, machine="cpu" if chosen.cpu else "gpu")
     failure = None
     with tempfile.TemporaryDirectory(prefix="offload-") as folder:
         try:
-            Session(Path(folder), record, rounds=chosen.rounds, ranks=chosen.ranks, cpu=chosen.cpu).run()
+            Session(
+                Path(folder), record, rounds=chosen.rounds, ranks=chosen.ranks, eagle3=chosen.eagle3,
+                kv_dtype=chosen.kv_dtype, cpu=chosen.cpu,
+            ).run()  # fmt: skip
         except RuntimeError as error:
             failure = str(error)[:4000]
         record.save(good=good(record.found) and failure is None, failure=failure)

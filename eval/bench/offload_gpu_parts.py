@@ -9,11 +9,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentserve.checkpoint.config import TinyM3Shape
 from eval.bench.gpu_server import answers
 from offload.daemon import DaemonSpec, daemon_command
 from offload.state import prefix_state_planes
@@ -22,20 +21,25 @@ PAGE, CHUNK = 128, 256
 _LMCACHE = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 
 
-def write_checkpoint(folder: Path, shape: TinyM3Shape) -> Path:
+def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
     """A config, and one tensor to tell the weights by: the random ones of a benchmark are made in the server."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(shape.hf_config(bos_id=0, eos_id=1)))
+    (folder / "config.json").write_text(json.dumps(config))
     header = json.dumps({"seed": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     return folder
 
 
-def state_bytes(checkpoint: Path, tp: int) -> int:
-    """Bytes that one rank stores per token: K, V and index K (a page's seal adds an eighth of a byte)."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    dtype = config["torch_dtype"]
-    planes = prefix_state_planes(config, kv_dtype=dtype, index_dtype=dtype, tp=tp)
+def state_bytes(target: Mapping[str, Any], draft: Mapping[str, Any] | None, tp: int, dtype: str) -> int:
+    """Bytes that one rank stores per token: K, V, index K and a draft's K and V (a page's seal adds an eighth).
+
+    Args:
+        target: config of the model.
+        draft: config of its EAGLE3 draft, or None.
+        tp: ranks.
+        dtype: element type of all of it.
+    """
+    planes = prefix_state_planes(target, kv_dtype=dtype, index_dtype=dtype, tp=tp, draft_config=draft)
     return sum(plane.bytes_per_token for plane in planes)
 
 
