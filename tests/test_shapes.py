@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
 from agentserve.cli.shapes import command
 from agentserve.shapes.budget import capacity_tokens, communication, weight_bytes
+from agentserve.shapes.draft import draft_weight_bytes, read_draft_sizes
 from agentserve.shapes.linears import Layout, Linear, local_linears, padded_vocab
 from agentserve.shapes.model import ShapeError, read_sizes
 from agentserve.shapes.published import M3_CONFIG
@@ -158,10 +160,50 @@ def test_capacity_is_what_weights_leave_in_whole_pages() -> None:
     assert capacity_tokens(-1.0, 100, 128) == 0
 
 
-def test_draft_planes_are_counted() -> None:
-    draft = {"num_hidden_layers": 1, "num_key_value_heads": 8, "num_attention_heads": 64, "hidden_size": 8192}
-    cache = shape_report(M3_CONFIG, setup(tp=8, draft_config=draft)).caches[0]
-    assert cache.total == 45_312 + 2 * 128 * 2
+# A draft of M3's sizes, with heads of its own.
+DRAFT = {
+    "hidden_size": 6144, "num_hidden_layers": 1, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12_288, "vocab_size": 200_064, "draft_vocab_size": 32_000,
+}  # fmt: skip
+
+
+def test_a_draft_takes_planes_and_memory() -> None:
+    without, with_draft = (
+        shape_report(M3_CONFIG, setup(tp=8, memory_bytes=120e9, draft_config=draft)) for draft in (None, DRAFT)
+    )
+    assert with_draft.caches[0].total == 45_312 + 2 * 128 * 2
+    # Joined hidden states (whole), q, k and v of twice the width, o, the MLP, four norms, the LM head; no embedding.
+    elements = 6144 * (3 * 6144 + 8 * 128 * 2 + 6 * 128 + 3 * 1536 + 4 + 4000)
+    for dtype in ("bfloat16", "mxfp8"):
+        assert with_draft.weights[dtype]["EAGLE3 draft"] == 2 * elements
+        assert "EAGLE3 draft" not in without.weights[dtype]
+    left = 120e9 - sum(with_draft.weights["bfloat16"].values())
+    assert with_draft.caches[0].tokens["bfloat16"] == capacity_tokens(left, with_draft.caches[0].total, 128)
+
+
+def test_the_weights_of_a_draft_are_those_of_its_file(tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "draft")
+    sizes = read_draft_sizes(json.loads((folder / "config.json").read_text()))
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        stored = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    tables = stored.pop("d2t") + stored.pop("t2d")  # which token is which, no weights
+    assert tables > 0
+    assert draft_weight_bytes(sizes, 1, 4) == sum(stored.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": None}, "EAGLE3 draft: config field 'intermediate_size': field required"),
+        ({"num_attention_heads": 0}, "config field 'num_attention_heads': input should be greater"),
+        ({"num_attention_heads": 12}, "the draft's num_attention_heads=12 cannot be split over tp=8"),
+        ({"num_key_value_heads": 3}, "the draft's num_key_value_heads=3 cannot be split over or replicated"),
+        ({"eagle_config": []}, "config field 'eagle_config'"),
+    ],
+)
+def test_a_faulty_draft_names_the_field(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        draft_weight_bytes(read_draft_sizes({**DRAFT, **change}), 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +263,18 @@ def test_command_reads_a_real_checkpoint(tiny_checkpoint: Path) -> None:
 
 
 def test_command_counts_the_planes_of_a_draft(tmp_path: Path) -> None:
-    draft = {"num_hidden_layers": 1, "num_key_value_heads": 8, "num_attention_heads": 64, "hidden_size": 8192}
-    (tmp_path / "config.json").write_text(json.dumps(draft))
+    (tmp_path / "config.json").write_text(json.dumps(DRAFT))
     answer = orjson.loads(run("m3-h200", "--tp", "4", "--eagle3", str(tmp_path), "--json").stdout)
     assert answer["cache_bytes_per_token"][0]["planes"]["draft-K"] == 2 * 128 * 2
+    assert answer["weight_bytes"]["bfloat16"]["EAGLE3 draft"] > 0
+
+
+def test_command_says_that_weights_do_not_fit() -> None:
+    result = run("m3-h200", "--tp", "8", "--memory", "80", "--fraction", "0.9")
+    assert result.exit_code == 0, result.output
+    assert "beside the weights in 72.0 GiB (77.31 GB)" in result.stdout
+    assert "weights in bfloat16 do not fit: 106.84 GB a rank; take more ranks (--tp)" in result.stdout
+    assert "weights in mxfp8 do not fit" not in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,17 @@ from sglang.srt.distributed.device_communicators.quick_all_reduce import QuickAl
 from sglang.srt.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from sglang.srt.layers.rotary_embedding import base, factory  # noqa: E402
 from sglang.srt.models import minimax_m3  # noqa: E402
+from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
 from agentserve.shapes.budget import weight_bytes  # noqa: E402
+from agentserve.shapes.draft import draft_weight_bytes, read_draft_sizes  # noqa: E402
 from agentserve.shapes.linears import Layout, local_heads, local_linears  # noqa: E402
 from agentserve.shapes.model import read_sizes  # noqa: E402
 from agentserve.shapes.published import M3_CONFIG  # noqa: E402
 from agentserve.shapes.quick_reduce import CODECS, MIN_BYTES  # noqa: E402
+from tests.test_shapes import DRAFT  # noqa: E402
 
 SIZES = read_sizes(M3_CONFIG)
 # What the real classes read besides the sizes.
@@ -59,7 +63,7 @@ def _no_rope_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def rank_of(tp: int) -> Iterator[None]:
     """SGLang's classes take this process for rank 0 of ``tp``; everything global is restored."""
-    group = SimpleNamespace(rank_in_group=0, world_size=tp)
+    group = SimpleNamespace(rank_in_group=0, world_size=tp, cpu_group=None)
     parallel = {
         "tp_size": tp,
         "tp_rank": 0,
@@ -71,6 +75,7 @@ def rank_of(tp: int) -> Iterator[None]:
         "moe_ep_rank": 0,
         "tp_group": group,
         "attn_tp_group": group,
+        "pp_group": SimpleNamespace(rank_in_group=0, world_size=1),
     }
     dtype = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -146,6 +151,30 @@ def test_shapes_and_weights_are_those_of_the_real_classes(tp: int, mxfp8: bool) 
                 held["all"] += tensor.nbytes * COUNTS.get(name, 1)
     ours_all = weight_bytes(SIZES, Layout(tp, fused=False), "mxfp8" if mxfp8 else "bfloat16")
     assert sum(ours_all.values()) == held["all"]
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2], "norm_before_fc": True}},
+        {"hidden_size": 3072, "target_hidden_size": 6144, "fc_norm": True, "num_key_value_heads": 2},
+        {"draft_vocab_size": 200_001, "bias": True, "num_hidden_layers": 2},
+    ],
+    ids=["plain", "two states, normed", "of another width", "two layers"],
+)
+def test_weights_of_a_draft_are_those_of_the_real_class(tp: int, change: dict[str, Any]) -> None:
+    given = {**DRAFT, **change}
+    rest = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 5e6, "rope_scaling": None}
+    rope = {"rope_theta": 5e6, "rope_type": "default"}
+    config = LlamaConfig(**{**given, **rest, "max_position_embeddings": 4096, "rope_parameters": rope})
+    with rank_of(tp):
+        built = LlamaForCausalLMEagle3(config)
+    held = sum(tensor.nbytes for tensor in built.parameters())
+    if given.get("target_hidden_size", given["hidden_size"]) == given["hidden_size"]:
+        held -= built.model.embed_tokens.weight.nbytes  # ``set_embed`` replaces it by the target's
+    assert draft_weight_bytes(read_draft_sizes(given), tp, 2) == held
 
 
 def test_published_geometry_is_that_of_transformers() -> None:

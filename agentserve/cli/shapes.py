@@ -91,7 +91,7 @@ def command(
         answer = {"model": recipe.model, "source": note, "device": recipe.device, **report.as_dict()}
         click.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
         return
-    _show(Console(highlight=False), report, recipe, note, tokens)
+    _show(Console(highlight=False), report, setup, recipe, note, tokens)
 
 
 def _facts(recipe: Recipe) -> tuple[CheckpointFacts, str]:
@@ -134,7 +134,9 @@ def _caches(recipe: Recipe, facts: CheckpointFacts, dtype: str) -> tuple[tuple[s
     return tuple(dict.fromkeys((cache_dtypes(recipe, facts), *others)))
 
 
-def _show(console: Console, report: ShapeReport, recipe: Recipe, note: str, tokens: tuple[int, ...]) -> None:
+def _show(
+    console: Console, report: ShapeReport, setup: Setup, recipe: Recipe, note: str, tokens: tuple[int, ...]
+) -> None:
     heads = report.heads
     console.print(
         f"{escape(recipe.model)} ({escape(note)}), {recipe.device}, tp {report.tp}: {heads.query} query, {heads.kv} KV "
@@ -148,8 +150,15 @@ def _show(console: Console, report: ShapeReport, recipe: Recipe, note: str, toke
         console.print(f"weights in {dtype}: {_size(sum(parts.values()))} a rank ({named})", soft_wrap=True)
     reuse = recipe.index_reuse or _COMPARED_REUSE
     console.print(_cache_table(report.caches, reuse))
-    if report.caches[0].tokens:
-        console.print(_capacity_table(report.caches, reuse))
+    if setup.memory_bytes is not None:
+        console.print(_capacity_table(report.caches, reuse, setup.memory_bytes))
+        for dtype, parts in report.weights.items():
+            if sum(parts.values()) >= setup.memory_bytes:
+                console.print(
+                    f"weights in {dtype} do not fit: {_size(sum(parts.values()))} a rank; take more ranks (--tp), or a "
+                    "device with more memory",
+                    soft_wrap=True,
+                )
     if recipe.device == "rocm":
         console.print(
             "on ROCm, SGLang's own index reuse leaves every layer its index keys: no memory is saved", soft_wrap=True
@@ -208,8 +217,9 @@ def _cache_table(caches: Sequence[Cache], reuse: str) -> Table:
     return table
 
 
-def _capacity_table(caches: Sequence[Cache], reuse: str) -> Table:
-    table = Table(title="Tokens that fit beside the weights", title_justify="left")
+def _capacity_table(caches: Sequence[Cache], reuse: str, memory: float) -> Table:
+    title = f"Tokens that fit beside the weights in {memory / 2**30:,.1f} GiB ({_size(int(memory))})"
+    table = Table(title=title, title_justify="left")
     for title in ("weights", "K/V type", "index type"):
         table.add_column(title)
     for title in ("tokens", reuse):

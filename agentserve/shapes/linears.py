@@ -91,9 +91,9 @@ def local_heads(sizes: M3Sizes, tp: int) -> LocalHeads:
         raise ShapeError(f"tp must be at least 1, got {tp}")
     index = sizes.sparse_attention_config.sparse_num_index_heads
     return LocalHeads(
-        _split("num_attention_heads", sizes.num_attention_heads, tp),
-        _split_or_replicate("num_key_value_heads", sizes.num_key_value_heads, tp),
-        _split_or_replicate("sparse_attention_config.sparse_num_index_heads", index, tp),
+        split("num_attention_heads", sizes.num_attention_heads, tp),
+        split_or_replicate("num_key_value_heads", sizes.num_key_value_heads, tp),
+        split_or_replicate("sparse_attention_config.sparse_num_index_heads", index, tp),
     )
 
 
@@ -115,8 +115,13 @@ def indexed_layers(sizes: M3Sizes, layout: Layout) -> tuple[int, ...]:
 
 def padded_vocab(sizes: M3Sizes, tp: int) -> int:
     """Rows of the embedding and the LM head, all ranks together."""
-    padded = _round_up(sizes.vocab_size, _VOCAB_PADDING)
-    return padded if padded % tp == 0 else _round_up(sizes.vocab_size, _VOCAB_PADDING * tp)
+    return padded_rows(sizes.vocab_size, tp)
+
+
+def padded_rows(vocab_size: int, tp: int) -> int:
+    """Rows that SGLang makes of a vocabulary, so that the ranks have equal parts."""
+    padded = _round_up(vocab_size, _VOCAB_PADDING)
+    return padded if padded % tp == 0 else _round_up(vocab_size, _VOCAB_PADDING * tp)
 
 
 def _attention(sizes: M3Sizes, layout: Layout) -> list[Linear]:
@@ -148,8 +153,8 @@ def _attention(sizes: M3Sizes, layout: Layout) -> list[Linear]:
 
 def _mlps(sizes: M3Sizes, layout: Layout) -> list[Linear]:
     hidden, moe = sizes.hidden_size, sizes.moe_layers
-    expert = _split("intermediate_size", sizes.intermediate_size, layout.tp)
-    dense = _split("dense_intermediate_size", sizes.dense_intermediate_size, layout.tp)
+    expert = split("intermediate_size", sizes.intermediate_size, layout.tp)
+    dense = split("dense_intermediate_size", sizes.dense_intermediate_size, layout.tp)
     joined = sizes.n_shared_experts if layout.fused else 0
     copies, active = sizes.num_local_experts + joined, sizes.num_experts_per_tok + joined
     linears = [
@@ -173,13 +178,15 @@ def _lm_head(sizes: M3Sizes, tp: int) -> Linear:
     return Linear("LM head", "LM head", (), rows, sizes.hidden_size, "sequences", keeps_precision=True)
 
 
-def _split(field: str, value: int, tp: int) -> int:
+def split(field: str, value: int, tp: int) -> int:
+    """A rank's part of a size. Raises ShapeError naming the field."""
     if value % tp:
         raise ShapeError(f"{field}={value} cannot be split over tp={tp} ranks; choose a tp that divides it")
     return value // tp
 
 
-def _split_or_replicate(field: str, heads: int, tp: int) -> int:
+def split_or_replicate(field: str, heads: int, tp: int) -> int:
+    """Heads on a rank: a part of them, or one that other ranks have too. Raises ShapeError naming the field."""
     if max(heads, tp) % min(heads, tp):
         raise ShapeError(
             f"{field}={heads} cannot be split over or replicated on tp={tp} ranks; choose tp so that one divides the "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentserve.shapes.budget import Communication, capacity_tokens, communication, weight_bytes
+from agentserve.shapes.draft import draft_weight_bytes, read_draft_sizes
 from agentserve.shapes.linears import Layout, Linear, LocalHeads, local_heads, local_linears
 from agentserve.shapes.model import M3Sizes, read_sizes
 from agentserve.shapes.quick_reduce import CODECS, min_message_bytes
@@ -26,7 +27,7 @@ class Setup:
         index_sources: layers that choose blocks in this setup; None: all sparse layers.
         compared_sources: sources to compare memory with; those of this setup, or of one that it could have.
         page_size: tokens per page.
-        draft_config: config of an EAGLE3 draft whose K/V are cached too.
+        draft_config: config of an EAGLE3 draft, whose weights are held and whose K/V are cached too.
         memory_bytes: memory of one device that SGLang may give to weights and cache; None: capacity is not asked.
     """
 
@@ -144,11 +145,20 @@ def shape_report(config: Mapping[str, Any], setup: Setup) -> ShapeReport:
         tp=setup.tp,
         heads=local_heads(sizes, setup.tp),
         linears=tuple(local_linears(sizes, layout)),
-        weights={dtype: weight_bytes(sizes, layout, dtype) for dtype in setup.weights},
+        weights={dtype: _weights(sizes, layout, dtype, setup) for dtype in setup.weights},
         caches=tuple(_cache(config, sizes, setup, kv, index) for kv, index in setup.caches),
         communication=sent,
         quick_reduce_tokens=_quick_reduce(setup.tp, sent.message_bytes),
     )
+
+
+def _weights(sizes: M3Sizes, layout: Layout, dtype: str, setup: Setup) -> dict[str, int]:
+    """Bytes on one rank by part; a draft is in the activations' type, whatever the target's weights are in."""
+    parts = weight_bytes(sizes, layout, dtype)
+    if setup.draft_config is not None:
+        draft = read_draft_sizes(setup.draft_config)
+        parts["EAGLE3 draft"] = draft_weight_bytes(draft, layout.tp, dtype_bytes(setup.activation))
+    return parts
 
 
 def _cache(config: Mapping[str, Any], sizes: M3Sizes, setup: Setup, kv: str, index: str) -> Cache:
@@ -167,7 +177,8 @@ def _cache(config: Mapping[str, Any], sizes: M3Sizes, setup: Setup, kv: str, ind
         if setup.memory_bytes is None:
             return {}
         per_token, layout = bytes_per_token(planes(sources)), Layout(setup.tp, setup.fused, sources)
-        left = {dtype: setup.memory_bytes - sum(weight_bytes(sizes, layout, dtype).values()) for dtype in setup.weights}
+        held = {dtype: sum(_weights(sizes, layout, dtype, setup).values()) for dtype in setup.weights}
+        left = {dtype: setup.memory_bytes - size for dtype, size in held.items()}
         return {dtype: capacity_tokens(size, per_token, setup.page_size) for dtype, size in left.items()}
 
     reuse = setup.compared_sources
