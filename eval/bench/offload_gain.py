@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,16 @@ def rates(records: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
+def computed_though_found(records: Sequence[RequestRecord]) -> dict[str, int]:
+    """Tokens that the tier said it has and that were computed, by what became of the load; "not loaded": no room, or
+    the device had them when it was asked, or what they continue, and had evicted that when the request could start."""
+    found: Counter[str] = Counter()
+    for r in records:
+        if r.offload is not None and r.cached_tokens is not None and r.offload.found > r.cached_tokens:
+            found[r.offload.load or "not loaded"] += r.offload.found - r.cached_tokens
+    return dict(found)
+
+
 def causes(folder: Path) -> dict[str, float]:
     """Why a run hit less than its prompts shared, as shares of all prompt tokens, by cause."""
     run = load_run(folder)
@@ -86,7 +97,7 @@ def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool
     overrides["kv_events"] = f"tcp://*:{free_port()}"
     if offload:
         overrides |= offload_overrides()
-    with tiny_server(overrides, checkpoint=checkpoint, log=config.out.with_suffix(".log")) as server:
+    with tiny_server(overrides, checkpoint=checkpoint, log=config.out.with_name(f"{config.out.name}.log")) as server:
         result = replay(config.model_copy(update={"url": server.plan.url}), handle_signals=False)
         with httpx.Client(base_url=server.plan.url, timeout=30) as http:
             events = ("stored", "restored", "verified", "refused", "abandoned") if offload else ()
@@ -99,6 +110,7 @@ def live(config: ReplayConfig, capacity: int, checkpoint: Path, *, offload: bool
         "measured_live_contexts": round(measured_contexts(records, config.concurrency)),
         **rates(records),
         "lost_by_cause": causes(config.out),
+        "computed_though_found": computed_though_found(records),
         "offload_tokens": tokens,
     }
     return found, answers_of(records)

@@ -33,7 +33,7 @@ from agentserve.checkpoint.tiny_eagle3 import write_tiny_eagle3
 from agentserve.launch.daemon import Daemon
 from agentserve.launch.process import ServerProcess
 from agentserve.launch.tiny import tiny_server
-from eval.bench.offload_gain import PAGE, answers_of
+from eval.bench.offload_gain import PAGE, answers_of, computed_though_found
 from eval.bench.offload_restore import counted, flush
 from eval.bench.offload_rig import Faults, Redis, daemon, descriptors, locks, port_of, segments, wait_until
 from eval.bench.prediction_live import Policy, contexts_of
@@ -187,6 +187,7 @@ def judge(passes: Sequence[list[RequestRecord]], known: Mapping[str, str]) -> di
         "slowest_request_s": round(times[-1], 2),
         "median_request_s": round(times[len(times) // 2], 3),
         "from_host_tier": round(sum(r.cached_storage or 0 for r in records) / sum(r.prompt_tokens for r in records), 4),
+        "computed_though_found": computed_though_found(records),
     }
 
 
