@@ -61,11 +61,13 @@ def daemon_command(spec: DaemonSpec, program: str | None = None) -> list[str]:
         # Registrations of servers that were killed, and their mappings of shared memory, go after this silence.
         "--worker-reap-timeout-seconds",
         "60",
-        "--disable-observability",
     ]
-    if spec.l2 is not None:
-        argv += ["--l2-adapter", orjson.dumps(redis_adapter(spec.l2, spec.redis_client)).decode()]
-    return argv
+    if spec.l2 is None:
+        return [*argv, "--disable-observability"]
+    # Of all that observability brings we want the one event that says where a lookup found what.
+    module = {"module_path": "offload.lmcache_tiers"}
+    argv += ["--disable-metrics", "--disable-logging", "--server-module", orjson.dumps(module).decode()]
+    return [*argv, "--l2-adapter", orjson.dumps(redis_adapter(spec.l2, spec.redis_client)).decode()]
 
 
 def redis_adapter(url: str, client: RedisClient) -> dict[str, object]:

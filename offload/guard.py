@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 Clock = Callable[[], float]
 
@@ -109,13 +110,26 @@ class DeadlineFuture:
         return self._inner.result(timeout=timeout)
 
 
-class Held(NamedTuple):
-    """Memory that a load given up may still write to."""
+@dataclass
+class Held:
+    """Memory that a load given up may still write to, on this rank or another. ``Pending``: until it was released.
+
+    Attributes:
+        pending: this rank's load.
+        gone: whether the daemon that got it is known to be dead.
+        slots: on this rank.
+        tokens: number of slots.
+        released: whether all ranks' loads are over.
+    """
 
     pending: Pending
-    gone: Callable[[], bool]  # whether the daemon that got this load is known to be dead
+    gone: Callable[[], bool]
     slots: Any
     tokens: int
+    released: bool = False
+
+    def query(self) -> bool:
+        return self.released
 
 
 class Quarantine:
@@ -142,8 +156,10 @@ class Quarantine:
         return len(self._held)
 
     def release(self, count: int) -> list[Any]:
-        """Take out the first ``count``; their slots."""
+        """Take out the first ``count``, as all ranks do; their slots."""
         freed, self._held = self._held[:count], self._held[count:]
+        for held in freed:
+            held.released = True
         return [held.slots for held in freed]
 
 

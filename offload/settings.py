@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Literal
 
 import orjson
 
 SETTINGS_VARIABLE = "AGENTSERVE_OFFLOAD"
+
+# What a daemon has: host memory only, more that it tells of (``offload.lmcache_tiers``), or something it does not tell.
+Tiers = Literal["host", "told", "unknown"]
 
 
 class OffloadError(ValueError):
@@ -33,6 +37,7 @@ class OffloadSettings:
         ping_interval: between two signs of life asked of the daemon.
         ping_deadline: how long such a sign may take before the daemon counts as lost.
         register_deadline: how long registering the KV cache with the daemon may take.
+        tiers: what the daemon restores from, for the counters.
         verify: seal every stored page with a checksum and check it when it is restored.
     """
 
@@ -47,6 +52,7 @@ class OffloadSettings:
     ping_interval: float = 1.0
     ping_deadline: float = 2.0
     register_deadline: float = 10.0
+    tiers: Tiers = "unknown"
     verify: bool = True
 
     def __post_init__(self) -> None:

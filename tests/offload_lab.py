@@ -42,12 +42,13 @@ def apply_hooks() -> None:
     sglang_plugin.require_applied(hooks)
 
 
-def m3_pool(size: int, dtype: torch.dtype = torch.float32, seed: int | None = None) -> Any:
+def m3_pool(size: int, dtype: torch.dtype = torch.float32, index_dtype: torch.dtype | None = None) -> Any:
     """SGLang's pool for four layers: one dense, one sparse with index values, two sparse without."""
-    pool = memory_pool.MiniMaxSparseKVPool(
+    return memory_pool.MiniMaxSparseKVPool(
         size=size,
         page_size=PAGE,
         dtype=dtype,
+        index_dtype=index_dtype,
         head_num=2,
         head_dim=32,
         idx_head_dim=32,
@@ -58,19 +59,16 @@ def m3_pool(size: int, dtype: torch.dtype = torch.float32, seed: int | None = No
         start_layer=0,
         end_layer=4,
     )
-    if seed is not None:
-        fill(pool, seed)
-    return pool
 
 
-def draft_pool(size: int) -> Any:
+def draft_pool(size: int, dtype: torch.dtype = torch.float32) -> Any:
     """The pool of a draft of one layer, with other heads than the target's."""
     from agentserve.runtime.sglang_eagle3_pool import PlainKVPool
 
     return PlainKVPool(
         size=size,
         page_size=PAGE,
-        dtype=torch.float32,
+        dtype=dtype,
         head_num=4,
         head_dim=32,
         layer_num=1,
@@ -126,6 +124,8 @@ class Lab:
         tp_rank: int = 0,
         tp_size: int = 1,
         draft: Path | None = None,
+        dtype: torch.dtype = torch.float32,
+        index_dtype: torch.dtype | None = None,
     ) -> None:
         self._environment_before = dict(os.environ)
         os.environ.update(settings.environment())
@@ -133,13 +133,13 @@ class Lab:
         if draft is not None:
             os.environ[speculation.MODE_VARIABLE] = "real"
         apply_hooks()
-        self.pool = m3_pool(size)
+        self.pool = m3_pool(size, dtype, index_dtype)
         if draft is not None:
-            sglang_lmcache_pool.attach_draft(self.pool, sglang_lmcache_pool.Draft(draft_pool(size), draft))
+            sglang_lmcache_pool.attach_draft(self.pool, sglang_lmcache_pool.Draft(draft_pool(size, dtype), draft))
         if seed is not None:
             fill(self.pool, seed)
         self.allocator = PagedTokenToKVPoolAllocator(
-            size, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=False
+            size, page_size=PAGE, dtype=dtype, device="cpu", kvcache=self.pool, need_sort=False
         )
         params = CacheInitParams(
             disable=False,
@@ -154,7 +154,7 @@ class Lab:
 
         model = SimpleNamespace(
             model_path=str(checkpoint),
-            dtype=torch.float32,
+            dtype=index_dtype or dtype,
             quantization=None,
             attention_arch=AttentionArch.MHA,
             hf_config=SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"]),

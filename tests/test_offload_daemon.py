@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentserve.launch.daemon import Daemon
+from agentserve.launch.daemon import Daemon, offload_daemons
 from agentserve.launch.host import free_port
+from agentserve.launch.offload import Offload
 from agentserve.launch.plan import LaunchPlan
 from agentserve.launch.process import ServerError
+from agentserve.launch.recipe import Recipe
 
 PROGRAM = """
 import http.server, sys
@@ -90,4 +92,9 @@ def test_segments_of_a_killed_server_go_when_its_daemon_ends(tmp_path: Path) -> 
     segment = Path("/dev/shm") / f"lmcache_kv_{child}_0"
     with healthy(tmp_path, []):
         segment.write_bytes(b"left behind")
+    assert not segment.exists()
+    running = Recipe(model="m3", device="cuda", offload=Offload(backend="lmcache", address="127.0.0.1:7000"))
+    with offload_daemons(running, tmp_path / "lmcache.log") as daemons:
+        segment.write_bytes(b"left behind")
+        assert daemons == ()
     assert not segment.exists()

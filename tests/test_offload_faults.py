@@ -86,6 +86,23 @@ def frozen(daemon: Daemon) -> Iterator[None]:
         os.kill(daemon.pid, signal.SIGCONT)
 
 
+@contextmanager
+def losing(bench: Lab, plane: torch.Tensor) -> Iterator[None]:
+    """What is restored of one plane is lost on the way."""
+    wait_for = bench.connector._wait_for
+
+    def lossy(operation: Any, *rest: Any) -> bool:
+        done = bool(wait_for(operation, *rest))
+        plane[operation.device_indices] = 0
+        return done
+
+    bench.connector._wait_for = lossy
+    try:
+        yield
+    finally:
+        del bench.connector._wait_for
+
+
 def free_tokens(bench: Lab) -> int:
     return int(bench.allocator.available_size())
 
@@ -137,12 +154,12 @@ def test_no_read_lock_stays_with_the_daemon_whatever_became_of_the_request(bench
             bench.connector.finish_request(request.rid)
         assert all(bench.connector.owes(r.rid) for r in (given_up, aborted, unloaded, late))
     back_online(bench)
+    wait_until(lambda: bench.cache._quarantine.ready() != 0, 60)
+    bench.cache.check_hicache_events()
     wait_until(lambda: nothing_is_held(daemon), 30)
     wait_until(lambda: not len(bench.connector._owed), 10)
     assert bench.found(bench.request("given up", ids)) == 1024
     bench.connector.finish_request("given up")
-    wait_until(lambda: bench.cache._quarantine.ready() != 0, 60)
-    bench.cache.check_hicache_events()
 
 
 def test_a_drafts_keys_and_values_belong_to_a_prefix(
@@ -158,18 +175,11 @@ def test_a_drafts_keys_and_values_belong_to_a_prefix(
         slots = again.load(request)
         assert slots is not None
         assert same(rows(again.pool, slots), held)
-        # The draft's values are lost on the way: output could not change, but the prefix is not what was stored.
-        wait_for = again.connector._wait_for
-
-        def lossy(operation: Any, *rest: Any) -> bool:
-            done = bool(wait_for(operation, *rest))
-            tensors(again.pool)[-1][operation.device_indices] = 0
-            return done
-
-        again.connector._wait_for = lossy
-        request = again.request("lossy", ids)
-        assert again.found(request) == 1024
-        assert again.load(request) is None
+        # Without the draft's values output could not change, but the prefix is not what was stored.
+        with losing(again, tensors(again.pool)[-1]):
+            request = again.request("lossy", ids)
+            assert again.found(request) == 1024
+            assert again.load(request) is None
     for other in (drafts[1], None):
         with lab(settings, tiny_checkpoint, draft=other) as another:
             assert another.found(another.request("other", ids)) == 0
@@ -199,15 +209,7 @@ def test_index_keys_that_are_lost_in_a_restore_are_caught(bench: Lab, monkeypatc
     other, _ = stored(bench)
     ids, held = stored(bench)
     before = free_tokens(bench)
-    restore = type(bench.connector)._wait_for
-
-    def without_index_keys(connector: Any, operation: Any, *rest: Any) -> bool:
-        done = bool(restore(connector, operation, *rest))
-        bench.pool.index_k_pool.k_buffer[0][operation.device_indices] = 0
-        return done
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(bench.connector), "_wait_for", without_index_keys)
+    with losing(bench, bench.pool.index_k_pool.k_buffer[0]):
         request = bench.request("lossy", ids)
         assert bench.found(request) == 1024
         assert bench.load(request) is None  # recomputed
@@ -217,12 +219,45 @@ def test_index_keys_that_are_lost_in_a_restore_are_caught(bench: Lab, monkeypatc
         assert bench.found(bench.request("known", ids)) == 0
         assert bench.found(bench.request("beside", other)) == 1024
         # What the seals are for: without them the same loss goes unnoticed.
-        patch.setattr(bench.connector, "_sealer", None)
+        monkeypatch.setattr(bench.connector, "_sealer", None)
         request = bench.request("unsealed", ids)
         assert bench.found(request) == 1024
         slots = bench.load(request)
         assert slots is not None
         assert not same(rows(bench.pool, slots), held)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+    ids=["bf16", "fp8 K/V and bf16 index K", "fp8"],
+)
+def test_pools_of_every_element_type_come_back_bit_for_bit_or_not_at_all(
+    settings: OffloadSettings, tiny_checkpoint: Path, dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
+    types: dict[str, Any] = {"dtype": dtype, "index_dtype": index_dtype}
+    with lab(settings, tiny_checkpoint, **types) as first:
+        ids, held = stored(first, 2048)
+    with lab(settings, tiny_checkpoint, seed=7, **types) as again:
+        for name, asked, expected in (("full", ids, 2048), ("partial", [*ids[:1500], *prompt(500)], 1280)):
+            request = again.request(name, asked)
+            assert again.found(request) == expected
+            fill(again.pool, 8)
+            slots = again.load(request)
+            assert slots is not None
+            assert same(rows(again.pool, slots), [row[:expected] for row in held])
+        with losing(again, again.pool.index_k_pool.k_buffer[1]):
+            request = again.request("lossy", ids)
+            assert again.found(request) == 2048
+            assert again.load(request) is None
+    # As many bytes of another type: SGLang allocates both kinds of FP8 as the same.
+    other = torch.float16 if dtype == torch.bfloat16 else torch.float8_e5m2
+    with lab(settings, tiny_checkpoint, dtype=other, index_dtype=index_dtype) as another:
+        assert another.found(another.request("other type", ids)) == 0
 
 
 def test_other_weights_of_the_same_shape_under_the_same_path_miss(settings: OffloadSettings, tmp_path: Path) -> None:

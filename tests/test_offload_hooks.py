@@ -115,6 +115,14 @@ def test_upstream_still_lacks_what_we_add() -> None:
     assert "MiniMax" not in inspect.getsource(pkgutil.resolve_name("lmcache.integration.sglang.unified_kv_adapter"))
 
 
+def test_a_lookup_is_answered_without_the_tier_which_an_event_tells() -> None:
+    """What the module in the daemon is for, and what it listens to."""
+    assert inspect.signature(LookupModule.query_prefetch_status).return_annotation == int | None
+    found = inspect.getsource(LookupModule._consume_prefetch_result)
+    assert "event_type=EventType.MP_LOOKUP_PREFETCH_END,\n                session_id=job.request_id" in found
+    assert '"l1_hit_tokens": l1_chunks * self._ctx.chunk_size' in found
+
+
 def test_a_daemon_refuses_stores_and_loads_of_a_registration_it_does_not_know() -> None:
     """What an earlier registration left in flight must not run after a restart."""
     source = inspect.getsource(LMCacheDrivenTransferModule)
@@ -129,6 +137,9 @@ def test_all_planes_of_the_pool_are_found() -> None:
     assert {plane.tensor.data_ptr() for plane in planes} == {tensor.data_ptr() for tensor in tensors(pool)}
     assert len({plane.name for plane in planes}) == len(planes) == 12
     assert planes[0].layout == "K 0 (2, 32) torch.float32"
+    mixed = sglang_lmcache_pool.planes_of(m3_pool(1024, torch.float8_e4m3fn, torch.bfloat16))
+    assert mixed[0].layout == "K 0 (2, 32) torch.float8_e4m3fn"
+    assert mixed[-1].layout == "index-V 0 (1, 32) torch.bfloat16"
 
 
 def test_a_pool_with_a_tensor_nobody_knows_is_refused() -> None:

@@ -70,6 +70,9 @@ def test_a_running_daemon_is_used_as_given() -> None:
     made = recipe(**{"offload.address": "127.0.0.1:7000"}).offload
     assert not made.starts_daemon
     assert (made.settings(1).host, made.settings(1).port) == ("127.0.0.1", 7000)
+    assert made.settings(1).tiers == "unknown"
+    assert recipe().offload.settings(1).tiers == "host"
+    assert recipe(**{"offload.l2": "redis://127.0.0.1:7000"}).offload.settings(1).tiers == "told"
 
 
 def flags(recipe: Recipe, *names: str) -> list[tuple[str, ...]]:

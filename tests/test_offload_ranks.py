@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -45,14 +46,101 @@ def rank_main(
             timeout=timedelta(seconds=120),
         )
         with lab(replace(own, rank_addresses=()), checkpoint, seed=rank, tp_rank=rank, tp_size=2) as engine:
-            pipe.send(with_one_daemon(engine, rank, daemons[0]))
+            pipe.send(with_one_daemon(engine, rank, daemons[0], own.port + 1))
         with lab(own, checkpoint, seed=rank, tp_rank=rank, tp_size=2) as engine:
             pipe.send(with_own_daemons(engine, rank, own, daemons[1]))
     except BaseException:
         pipe.send(traceback.format_exc())
 
 
-def with_one_daemon(lab: Any, rank: int, daemon: int) -> dict[str, Any]:
+class Late:
+    """A load that this rank sends when told, with LMCache's own answer."""
+
+    def __init__(self, send: Callable[[], Any]) -> None:
+        self._send = send
+        self._answer: Any = None
+
+    def send(self) -> None:
+        self._answer = self._send()
+
+    def retain_reference(self, value: object) -> None:
+        self._kept = value  # the event that the load waits for
+
+    def query(self) -> bool:
+        return self._answer is not None and bool(self._answer.query())
+
+    def wait_on_stream(self, stream: Any, timeout: float) -> bool:
+        time.sleep(timeout)
+        raise TimeoutError
+
+    def result(self, timeout: float | None = None) -> bool:
+        return bool(self._answer.result(timeout=timeout))
+
+
+def locked(http_port: int) -> int:
+    """Objects of a daemon that a lookup holds."""
+    status = httpx.get(f"http://127.0.0.1:{http_port}/status", timeout=10).json()
+    return int(found_in(status, "read_locked_count"))
+
+
+def locks_of_loads_that_fail(lab: Any, rank: int, ids: list[int], http_port: int) -> dict[str, Any]:
+    """One rank's load comes after the other's is over, or is never sent; who else reads the same keeps its locks."""
+    import torch
+
+    from tests.offload_lab import wait_until
+
+    seen: dict[str, Any] = {}
+
+    def failed(name: str, failing: int, instead: Callable[..., Any]) -> None:
+        """A request whose load fails on one rank, to the end of the request."""
+        wait_until(lab.connector.all_online, 60)
+        request = lab.request(name, ids)
+        assert lab.found(request) == 1024
+        transfer = lab.connector._transfer_ctx
+        retrieve = transfer.submit_retrieve
+        if rank == failing:
+            transfer.submit_retrieve = lambda *load, **more: instead(lambda: retrieve(*load, **more))
+        assert lab.load(request) is None
+        transfer.submit_retrieve = retrieve
+        lab.connector.finish_request(name)
+        wait_until(lab.connector.all_online, 60)
+
+    def step_until(done: Callable[[], bool]) -> None:
+        wait_until(lambda: (lab.cache.check_hicache_events(), lab.connector._sync_success(done()))[1], 30, 0.05)
+
+    late: list[Late] = []
+
+    def keep(send: Callable[[], Any]) -> Late:
+        late.append(Late(send))
+        return late[0]
+
+    failed("late", 1, keep)
+    # By now the second rank has registered anew, so the daemon will refuse its load, and only the session knows its
+    # locks. The first rank's load is done, and it has been through its owed ends.
+    time.sleep(3 * TIMES.ping_interval)
+    seen["late held"] = locked(http_port)
+    torch.distributed.barrier()
+    for load in late:
+        load.send()
+    step_until(lambda: not lab.connector.owes("late") and not locked(http_port))
+
+    reader = lab.request("reader", ids)
+    assert lab.found(reader) == 1024
+
+    def refuse(send: Callable[[], Any]) -> Any:
+        raise RuntimeError("this load is not sent")
+
+    for failing in range(2):
+        failed(f"unsent {failing}", failing, refuse)
+        step_until(lambda name=f"unsent {failing}": not lab.connector.owes(name))
+        seen[f"unsent {failing} left"] = locked(http_port)
+        torch.distributed.barrier()
+    lab.connector.finish_request("reader")
+    step_until(lambda: not lab.connector.owes("reader") and not locked(http_port))
+    return seen
+
+
+def with_one_daemon(lab: Any, rank: int, daemon: int, http_port: int) -> dict[str, Any]:
     """The same steps on both ranks, as schedulers do; what this rank saw."""
     import torch
 
@@ -106,6 +194,8 @@ def with_one_daemon(lab: Any, rank: int, daemon: int) -> dict[str, Any]:
     found, got, _ = restore("after")
     seen["after"] = (found, got is not None and same(rows(lab.pool, got), held))
 
+    seen |= locks_of_loads_that_fail(lab, rank, ids, http_port)
+
     # Rank 1 loses its index keys on the way: both recompute.
     wait_for = lab.connector._wait_for
 
@@ -131,11 +221,6 @@ def with_own_daemons(lab: Any, rank: int, settings: OffloadSettings, second: int
     from tests.offload_lab import put, rows, same, slack, tokens_of, wait_until
 
     http = int(settings.rank_addresses[rank].rpartition(":")[2]) + 1
-
-    def locked() -> int:
-        """Objects of this rank's daemon that a lookup holds."""
-        status = httpx.get(f"http://127.0.0.1:{http}/status", timeout=10).json()
-        return int(found_in(status, "read_locked_count"))
 
     def store(name: str, count: int) -> bool:
         operation = lab.connector.submit_store(
@@ -175,17 +260,17 @@ def with_own_daemons(lab: Any, rank: int, settings: OffloadSettings, second: int
     # The first rank's daemon still has all of it, the second's nothing.
     request = lab.request("empty", ids)
     seen["empty"] = lab.found(request)
-    wait_until(lambda: not locked(), 20)
+    wait_until(lambda: not locked(http), 20)
     lab.connector.finish_request("empty")
 
     put(lab.pool, slots, held)
     seen["stored half"] = store("half", 512)
     request = lab.request("half again", ids)
     seen["half"] = lab.found(request)
-    wait_until(lambda: locked() == 2, 20)  # two chunks on either rank: what the first has more of is free
+    wait_until(lambda: locked(http) == 2, 20)  # two chunks on either rank: what the first has more of is free
     got = lab.load(request)
     seen["half good"] = got is not None and same(rows(lab.pool, got), [plane[:512] for plane in held])
-    wait_until(lambda: not locked(), 20)
+    wait_until(lambda: not locked(http), 20)
     return seen
 
 
@@ -243,6 +328,8 @@ def test_two_ranks_agree_on_every_outcome_with_one_daemon_and_with_one_each(
             assert not seen["frozen offline"]
             assert (seen["frozen free"], seen["thawed free"]) == (-2048, -1024)  # what "both" took stays taken
             assert seen["after"] == (1024, True)
+            assert seen["late held"] == 4  # of the second rank
+            assert seen["unsent 0 left"] == seen["unsent 1 left"] == 8  # the reader's, on both ranks
             assert seen["one lossy"] == (1024, None)
             assert seen["then"] == 0
         assert one[0]["name"] == one[1]["name"]

@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentserve.launch.daemon import Daemon, daemon_plan
 from agentserve.launch.host import free_port
+from agentserve.runtime.request_facts import BOOK
 from eval.bench.offload_rig import Redis
 from offload.daemon import DaemonSpec, RedisClient
 from offload.settings import OffloadSettings
-from tests.offload_lab import CHUNK, Lab, fill, lab, rows, same, slack, tokens_of, wait_until
+from tests.offload_lab import CHUNK, Lab, fill, lab, put, rows, same, slack, tokens_of, wait_until
 
 pytestmark = [
     pytest.mark.server,
@@ -46,12 +48,12 @@ def served(redis: Redis, client: RedisClient, checkpoint: Path, folder: Path) ->
     )
     with (
         Daemon(daemon_plan(spec, folder), folder / f"{client}.log") as daemon,
-        lab(replace(TIMES, port=spec.port), checkpoint) as bench,
+        lab(replace(TIMES, port=spec.port, tiers="told"), checkpoint) as bench,
     ):
         yield daemon, bench
 
 
-def stored(bench: Lab, redis: Redis) -> tuple[list[int], list[object]]:
+def stored(bench: Lab, redis: Redis) -> tuple[list[int], list[Any]]:
     """A new prompt whose state is in Redis, and what its slots held."""
     deadline = time.monotonic() + 90
     while True:
@@ -71,6 +73,17 @@ def stored(bench: Lab, redis: Redis) -> tuple[list[int], list[object]]:
             bench.allocator.free(slots)
         fill(bench.pool, 99)
         return ids, list(held)
+
+
+def restored_from_storage(bench: Lab, name: str, ids: list[int], held: list[Any]) -> int:
+    """Tokens of a restored prompt that came from Redis, by the daemon's word; all of it is what was stored."""
+    request = bench.request(name, ids)
+    assert bench.found(request) == 1024
+    slots = bench.load(request)
+    assert slots is not None
+    assert same(rows(bench.pool, slots), held)
+    bench.allocator.free(slots)
+    return BOOK.of(name)["from_storage"]
 
 
 def lose_memory(daemon: Daemon, bench: Lab) -> None:
@@ -94,14 +107,15 @@ def test_valkey_outlives_the_daemon_and_a_redis_that_was_away(
 ) -> None:
     with served(redis, "valkey", tiny_checkpoint, tmp_path) as (daemon, bench):
         ids, held = stored(bench, redis)
+        assert restored_from_storage(bench, "from memory", ids, held) == 0
         cut, _ = stored(bench, redis)
         lose_memory(daemon, bench)
-        request = bench.request("from redis only", ids)
-        assert bench.found(request) == 1024
-        slots = bench.load(request)
-        assert slots is not None
-        assert same(rows(bench.pool, slots), held)  # type: ignore[arg-type]
+        assert restored_from_storage(bench, "from redis only", ids, held) == 1024
         bench.cache.check_hicache_events()
+        half = bench.take(512)
+        put(bench.pool, half, [plane[:512] for plane in held])
+        assert bench.store("half", ids[:512], half)
+        assert restored_from_storage(bench, "half from redis", ids, held) == 512
 
         redis.kill()
         assert timed_lookup(bench, "without redis", cut) == 0

@@ -84,7 +84,7 @@ def test_a_page_belongs_to_all_tokens_before_it_to_the_salt_and_to_the_weights()
     assert torch.equal(sealer.digests(tokens, "", 1), sealer.digests(tokens, "", 0)[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 def test_every_element_type_is_sealed_by_its_bytes(dtype: torch.dtype) -> None:
     plane = torch.randn(PAGES * PAGE, 1, 16).to(dtype)
     sealer = Sealer([plane], new_seals(PAGES, "cpu"), PAGE, "")
@@ -203,14 +203,17 @@ def test_quarantine_frees_in_order_and_only_what_nobody_can_write_to() -> None:
     first, second, third = Answer(), Answer(), Answer()
     dead = [False]
     held = Quarantine()
-    for name, answer in (("a", first), ("b", second), ("c", third)):
-        held.add(Held(answer, lambda: dead[0], name, 128))
+    loads = [Held(answer, lambda: dead[0], name, 128) for name, answer in (("a", first), ("b", second), ("c", third))]
+    for load in loads:
+        held.add(load)
     second.done = True
     assert held.ready() == 0
     assert held.tokens == 384
     first.error = RuntimeError("refused")
     assert held.ready() == 2
+    assert not any(load.query() for load in loads)  # ready here, and perhaps on no other rank
     assert held.release(2) == ["a", "b"]
+    assert [load.query() for load in loads] == [True, True, False]
     assert held.ready() == 0
     dead[0] = True
     assert held.release(held.ready()) == ["c"]
@@ -288,6 +291,11 @@ def test_the_daemons_command_names_the_redis_that_was_asked_for() -> None:
     assert argv[argv.index("--chunk-size") + 1] == "512"
     adapter = orjson.loads(argv[argv.index("--l2-adapter") + 1])
     assert adapter == {"type": "resp", "host": "box", "port": 7000, "username": "me", "password": "pa@ss"}
+    assert orjson.loads(argv[argv.index("--server-module") + 1]) == {"module_path": "offload.lmcache_tiers"}
+    assert "--disable-observability" not in argv  # the module listens to an event
+    alone = daemon_command(spec._replace(l2=None), "lmcache")
+    assert "--disable-observability" in alone
+    assert "--server-module" not in alone
     assert redis_adapter("redis://box", "valkey")["startup_nodes"] == "box:6379"
     for wrong in ("box:6379", "http://box", "redis://", "redis://box:x", "redis://box/3"):
         with pytest.raises(OffloadError, match=r"write it as redis://"):

@@ -62,6 +62,8 @@ def offload_daemons(recipe: Recipe, log: Path, *, report: Report = lambda what: 
         for spec, file in zip(specs, logs, strict=True)
     )
     with ExitStack() as stack:
+        if recipe.offload.backend is not None:
+            stack.callback(clear_stale_segments)  # of a server that was killed, also where the daemon is another's
         # All at once: each takes seconds to import what it needs.
         for daemon in daemons:
             stack.callback(daemon.stop)

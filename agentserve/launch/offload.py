@@ -81,6 +81,7 @@ class Offload(BaseModel):
             load_deadline=self.load_deadline,
             store_deadline=self.store_deadline,
             store_delay=self.store_delay,
+            tiers="unknown" if self.address is not None else "host" if self.l2 is None else "told",
             verify=self.verify,
         )
 

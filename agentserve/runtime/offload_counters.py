@@ -31,6 +31,12 @@ class OffloadCounters:
             "(a load or store was given up), quarantined (their slots were set aside) or released (and given back).",
             ["event", "rank"],
         )
+        self._restored = Counter(
+            "agentserve_offload_restored_tokens",
+            "Restored tokens by where the daemon had them: host (its memory), storage (the Redis behind it) or unknown "
+            "(a daemon that is not agentserve's does not tell).",
+            ["tier", "rank"],
+        )
         self._not_stored = Counter(
             "agentserve_offload_tokens_not_stored",
             "Tokens that were not stored, by reason: ended (nobody asks for them again), superseded (their flow went "
@@ -59,6 +65,10 @@ class OffloadCounters:
     def tokens(self, event: str, count: int) -> None:
         if self._enabled and count:
             self._tokens.labels(event, self._rank).inc(count)
+
+    def restored(self, tier: str, count: int) -> None:
+        if self._enabled and count:
+            self._restored.labels(tier, self._rank).inc(count)
 
     def not_stored(self, reason: str, count: int) -> None:
         if self._enabled and count:

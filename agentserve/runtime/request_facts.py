@@ -21,6 +21,7 @@ class Facts(TypedDict, total=False):
         found: tokens of the prompt, from its beginning, that the tier said it has.
         refused_from: tokens before the first page that is not asked for, since it was refused lately.
         load: what loading came to: restored, late (given up), refused (not what was stored) or failed.
+        from_storage: tokens that were restored from behind the daemon's host memory, where it tells.
         held_s: seconds that admission held the request back.
     """
 
@@ -28,6 +29,7 @@ class Facts(TypedDict, total=False):
     found: int
     refused_from: int
     load: Literal["restored", "late", "refused", "failed"]
+    from_storage: int
     held_s: float
 
 

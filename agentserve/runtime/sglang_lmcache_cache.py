@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as upstream
 
 from agentserve.runtime import speculation
@@ -45,19 +46,31 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
 
     def _start_external_load(self, flow: Any, req: Any) -> int | None:
         connector = self.lmcache_connector
-        if not connector.all_online():
+        if not connector.all_online() or not self._device_has_what_it_continues(flow):
             return None
         try:
             return super()._start_external_load(flow, req)
         except LoadAbandoned:
             load = flow.load
             tokens = len(load.device_indices)
-            self._quarantine.add(Held(load.future, connector.daemon_gone(), load.device_indices, tokens))
+            held = Held(load.future, connector.daemon_gone(), load.device_indices, tokens)
+            self._quarantine.add(held)
+            # One daemon for all ranks unlocks by one session, which must not end before the last rank's load.
+            connector.outstanding(load.request_id, held)
             connector.counters.tokens("quarantined", tokens)
             flow.load = None
             flow.load_req = None
             self._release_flow_anchor(flow)
             return None
+
+    def _device_has_what_it_continues(self, flow: Any) -> bool:
+        """Whether the device still has, on all ranks, what a load is to continue.
+
+        It is not locked while a request that was looked up waits for room. Upstream loads what is behind the hole, and
+        the scheduler stops with "HiCache load-back must commit all promised FULL tokens or none".
+        """
+        here = self.match_prefix(MatchPrefixParams(key=flow.key[: flow.local_hit_tokens])).device_prefix_len
+        return bool(self.lmcache_connector._sync_success(here == flow.local_hit_tokens))
 
     def check_hicache_events(self) -> None:
         """Called once at the beginning of each step of the scheduler (``Scheduler.get_next_batch_to_run``)."""

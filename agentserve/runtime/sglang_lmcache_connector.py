@@ -1,29 +1,24 @@
 """LMCache's connector with deadlines, a name for the model's state, and sealed pages.
 
-LMCache 0.5.6's own connector waits for its daemon without limit and registers with it once. This one subclasses it;
-what may be decided without LMCache is in ``offload.guard``. Checked against sglang 0.5.23 and lmcache 0.5.6.
+LMCache 0.5.6's own connector waits for its daemon without limit. What may be decided without LMCache is in
+``offload.guard``. Checked against sglang 0.5.23 and lmcache 0.5.6.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import uuid
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import psutil
 import torch
 from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation, LMCacheLookupOperation
 
-from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.request_facts import BOOK, note_load, note_lookup
 from agentserve.runtime.sglang_lmcache_locks import LockConnector
 from agentserve.runtime.sglang_lmcache_pool import planes_of, seals_of, state_name
-from offload.guard import DeadlineFuture, Health, Looks, Refused
-from offload.processes import dead, listener
+from agentserve.runtime.sglang_lmcache_tiers import TierQuestions
+from offload.guard import DeadlineFuture, Looks, Refused
 from offload.seal import Sealer, pages_of
 from offload.settings import OffloadError, settings_from
 
@@ -43,21 +38,18 @@ class LoadAbandoned(BaseException):
 
 
 class GuardedConnector(LockConnector):
-    """Takes upstream's arguments. It starts without a daemon, too, and uses it once it is there."""
+    """Takes upstream's arguments."""
 
     def __init__(self, *, model_config: Any, token_to_kv_pool_allocator: Any, **kwargs: Any) -> None:
         settings = settings_from()
         if settings is None:
             raise OffloadError("offload is not configured: start the server with `agentserve launch --offload lmcache`")
-        self._offload = settings
-        self._health = Health()
-        self._daemon: psutil.Process | None = None
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._sealer: Sealer | None = None
         self._refused = Refused()
         self._looks: dict[str, Looks] = {}  # of lookups that are not answered yet
         self._given_up: dict[str, str] = {}  # lookups given up here, not yet on all ranks -> why
-        self.counters = OffloadCounters(kwargs["tp_rank"], enabled=False)
+        self._tiers = TierQuestions(settings.tiers)
         self._model_config = model_config
         super().__init__(
             settings=settings,
@@ -65,108 +57,15 @@ class GuardedConnector(LockConnector):
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             **kwargs,
         )
-        self._heartbeat_thread = threading.Thread(target=self._watch, name="agentserve-offload-watch", daemon=True)
-        self._heartbeat_thread.start()
-
-    # --- the daemon
-
-    def _get_chunk_size(self) -> int:
-        return self._offload.chunk_tokens  # upstream asks the daemon, which need not be there yet
 
     def register_kv_cache(self) -> None:
         """Called by upstream's constructor once the tensors are known."""
-        planes = planes_of(self._pool)
-        seals = seals_of(self._pool)
         self.model_name = state_name(self._pool, self._model_config, self.page_size, self.chunk_size)
+        seals = seals_of(self._pool)
         if seals is not None:
-            self._sealer = Sealer([plane.tensor for plane in planes], seals, self.page_size, self.model_name)
-        try:
-            self._connect()
-        except OffloadError:
-            raise
-        except Exception as error:
-            logger.warning(
-                "no LMCache daemon at %s: serving without offload until there is (%s)", self.server_url, error
-            )
-
-    def _connect(self) -> None:
-        """Register with the daemon under a new id, so that it refuses what an earlier registration left in flight.
-
-        Raises:
-            OffloadError: the daemon's chunks have another size.
-            Exception: it does not answer.
-        """
-        self._req_client.ping(None).result(timeout=self._offload.ping_deadline)
-        chunk = int(self._req_client.get_chunk_size().result(timeout=self._offload.ping_deadline))
-        if chunk != self.chunk_size:
-            raise OffloadError(
-                f"the LMCache daemon at {self.server_url} has chunks of {chunk} tokens, this server expects "
-                f"{self.chunk_size}; start it with "
-                f"--chunk-size {self.chunk_size}, or set offload.chunk_tokens to {chunk}"
-            )
-        before = self._transfer_ctx
-        if before is not None:
-            before.unregister()
-        self.instance_id = uuid.uuid4().int & ((1 << 63) - 1)
-        self._registered = False
+            planes = [plane.tensor for plane in planes_of(self._pool)]
+            self._sealer = Sealer(planes, seals, self.page_size, self.model_name)
         super().register_kv_cache()
-        self._daemon = listener(int(self.server_url.rpartition(":")[2]))
-        self._health.note_registered()
-        self.counters.online(True)
-        logger.info("LMCache daemon at %s is in use", self.server_url)
-
-    def _watch(self) -> None:
-        """Ask the daemon for signs of life until the connector is closed; come back to it when it returns."""
-        complained = False
-        while not self._heartbeat_stop.wait(self._offload.ping_interval):
-            try:
-                self._req_client.ping(self.instance_id).result(timeout=self._offload.ping_deadline)
-                if not self._health.online:
-                    self._connect()
-                    complained = False
-                self.settle_owed()
-            except Exception as error:
-                self._trouble(f"no sign of life: {error}")
-                if isinstance(error, OffloadError) and not complained:
-                    logger.error("%s", error)
-                    complained = True
-
-    def _trouble(self, what: str) -> None:
-        if self._health.online:
-            logger.warning("LMCache daemon at %s is not used for now: %s", self.server_url, what)
-            self.counters.lost()
-        self._health.note_trouble()
-        self.counters.online(False)
-
-    @property
-    def online(self) -> bool:
-        """Whether the daemon is in use on this rank."""
-        return self._health.online
-
-    def daemon_gone(self) -> Callable[[], bool]:
-        """Whether the daemon of this moment is known to be dead, as a function to ask later."""
-        daemon, health = self._daemon, self._health
-
-        def gone() -> bool:
-            return daemon is not None and not (health.online and daemon is self._daemon) and dead(daemon)
-
-        return gone
-
-    def all_online(self) -> bool:
-        """Whether the daemon is in use on every rank. All ranks must ask together."""
-        return bool(self._sync_success(self._health.online))
-
-    def _ensure_heartbeat_started(self) -> None:
-        """Upstream's heartbeat only logs; ``_watch`` takes its place."""
-
-    @property
-    def deadlines(self) -> tuple[float, float, float]:
-        """Seconds after which a lookup, a load and a store are given up."""
-        return self._offload.lookup_deadline, self._offload.load_deadline, self._offload.store_deadline
-
-    @property
-    def operation_timeout(self) -> float:
-        return self._offload.load_deadline  # a flush waits this long for what is in flight
 
     # --- lookup
 
@@ -215,6 +114,8 @@ class GuardedConnector(LockConnector):
             outcome = self._given_up.pop(name, "hit" if hit else "miss")
             self.counters.lookup(outcome)
             note_lookup(name, outcome, hit)
+            if outcome == "hit" and self.is_lookup_leader:
+                self._tiers.ask(self._req_client, name)
             if hit and self._sealer is not None:
                 hit = self._before_refused(operation, hit)
         return hit
@@ -246,18 +147,25 @@ class GuardedConnector(LockConnector):
         """Wait until the load is done or ordered before ``stream``; True, or LoadAbandoned on all ranks."""
         started = time.monotonic()
         success = self._sync_success(self._wait_for(operation, stream, started))
-        tokens = operation.end - operation.local_hit_tokens
         if success and self._sealer is not None:
             success = self._sync_success(self._verified(operation, stream))
         self.counters.waited("load", time.monotonic() - started)
         self.counters.took("load", time.monotonic() - started)
         if success:
-            self.counters.tokens("restored", tokens)
-            note_load(operation.request_id, "restored")
+            self._count_restored(operation)
             return True
         operation.result = False
         self._cleanup_lookup_result(operation.lookup)
         raise LoadAbandoned
+
+    def _count_restored(self, operation: LMCacheLoadOperation) -> None:
+        name = operation.request_id
+        note_load(name, "restored")
+        self.counters.tokens("restored", operation.end - operation.local_hit_tokens)
+        in_host = self._tiers.host_tokens(name) if self.is_lookup_leader else -1
+        if not self.own_daemon:
+            in_host = self._sync_leader_int(in_host)
+        self._tiers.note_restored(self.counters, name, operation.local_hit_tokens, operation.end, in_host)
 
     def _wait_for(self, operation: LMCacheLoadOperation, stream: Any, started: float) -> bool:
         deadline = started + self._offload.load_deadline
@@ -358,6 +266,7 @@ class GuardedConnector(LockConnector):
     def end_session(self, request_id: str) -> None:
         self._looks.pop(request_id, None)
         self._given_up.pop(request_id, None)
+        self._tiers.forget(request_id)
         super().end_session(request_id)
 
     def close(self) -> None:

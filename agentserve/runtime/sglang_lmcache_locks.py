@@ -16,7 +16,7 @@ from typing import Any
 from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLoadOperation, LMCacheLookupOperation
 from lmcache.integration.sglang.unified_lmcache_mp_connector import _ImmediateFuture
 
-from agentserve.runtime.sglang_lmcache_ranks import RankConnector
+from agentserve.runtime.sglang_lmcache_daemon import DaemonConnector
 from offload.guard import Pending
 from offload.owed import Asked, OwedLocks
 from offload.settings import OffloadSettings
@@ -24,8 +24,19 @@ from offload.settings import OffloadSettings
 logger = logging.getLogger(__name__)
 
 
-class LockConnector(RankConnector):
-    """Takes ``RankConnector``'s arguments. A subclass says whether the daemon is in use, or dead."""
+class Unsent(_ImmediateFuture):
+    """A load that failed before it was sent: failed at once, and over when the daemon has its locks back."""
+
+    def __init__(self, unlocked: Pending) -> None:
+        super().__init__(False)
+        self._unlocked = unlocked
+
+    def query(self) -> bool:
+        return self._unlocked.query()
+
+
+class LockConnector(DaemonConnector):
+    """Takes ``DaemonConnector``'s arguments."""
 
     def __init__(self, *, settings: OffloadSettings, **kwargs: Any) -> None:
         self._asked: dict[str, Asked] = {}  # requests that the daemon has been asked for
@@ -33,15 +44,6 @@ class LockConnector(RankConnector):
         self._settling = threading.Lock()
         self._answer_s = settings.ping_deadline
         super().__init__(settings=settings, **kwargs)
-
-    @property
-    def online(self) -> bool:
-        """Whether the daemon is in use on this rank."""
-        raise NotImplementedError
-
-    def daemon_gone(self) -> Callable[[], bool]:
-        """Whether the daemon of this moment is known to be dead, as a function to ask later."""
-        raise NotImplementedError
 
     def outstanding(self, request_id: str, answer: Pending) -> None:
         """The session of a request is not to be ended before this answer is in."""
@@ -79,13 +81,22 @@ class LockConnector(RankConnector):
         self, operation: LMCacheLookupOperation, device_indices: Any, **kwargs: Any
     ) -> LMCacheLoadOperation:
         load = super().submit_load(operation, device_indices, **kwargs)
-        asked = self._asked.get(operation.request_id)
-        if asked is not None:
-            asked.after.append(load.future)  # the daemon unlocks what it has loaded, or refused to, by its session
-            if isinstance(load.future, _ImmediateFuture):  # it was not sent
-                asked.key = self._create_key(operation, start=load.start, end=load.end, worker_id=None)
+        if isinstance(load.future, _ImmediateFuture):
+            load.future = Unsent(self._unlock_own(load))
+        # The daemon unlocks what it has loaded, or refused to, by its session.
+        self.outstanding(operation.request_id, load.future)
         operation.locks_held = False
         return load
+
+    def _unlock_own(self, load: LMCacheLoadOperation) -> Pending:
+        """Give back this rank's locks for a load that was not sent; other ranks' loads take off theirs."""
+        key = self._create_key(load.lookup, start=load.start, end=load.end, worker_id=self.kv_worker_id)
+        try:
+            answer: Pending = self._req_client.free_lookup_locks(key, self.kv_world_size)
+        except Exception as error:  # all ranks must come to the end of this load together
+            logger.warning("locks of %s stay with the daemon until they end: %s", load.request_id, error)
+            answer = load.future
+        return answer
 
     def end_session(self, request_id: str) -> None:
         operation = self._lookups.get(request_id)
@@ -104,6 +115,10 @@ class LockConnector(RankConnector):
     def owes(self, request_id: str) -> bool:
         """Whether an earlier lookup of this name is not settled; the daemon knows one a name."""
         return request_id in self._owed
+
+    def on_sign_of_life(self) -> None:
+        super().on_sign_of_life()
+        self.settle_owed()
 
     def settle_owed(self) -> None:
         """Give back the locks of requests that are over, and end their sessions. Stops at the first one that fails."""

@@ -15,7 +15,7 @@ from offload.settings import OffloadError, settings_from
 
 _SEALS = "agentserve_seals"  # attribute of the pool, set when LMCache asks for its tensors
 # Settings by environment that change K, V or the choice of blocks; ports and paths do not begin like this.
-_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "AGENTSERVE_INDEX_", "AGENTSERVE_EAGLE3")
+_MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "SGLANG_DISABLE_M3_", "AGENTSERVE_INDEX_", "AGENTSERVE_EAGLE3")
 _DRAFT = "agentserve_draft"  # attribute of the target's pool: the pool of an EAGLE3 draft, in the same slots
 
 
@@ -24,11 +24,12 @@ class Plane(NamedTuple):
 
     name: str  # as "K 3" or "index-K 3": plane and place in its pool
     tensor: torch.Tensor  # (slots, heads, head size)
+    dtype: torch.dtype  # of its elements: SGLang allocates both kinds of FP8 as uint8
 
     @property
     def layout(self) -> str:
         """What must be equal for a stored page to fit."""
-        return f"{self.name} {tuple(self.tensor.shape[1:])} {self.tensor.dtype}"
+        return f"{self.name} {tuple(self.tensor.shape[1:])} {self.dtype}"
 
 
 def planes_of(pool: Any) -> list[Plane]:
@@ -169,7 +170,7 @@ def _buffers(name: str, pool: Any, attribute: str, first: int = 0) -> list[Plane
     buffers = getattr(pool, attribute, None)
     if not buffers:
         raise OffloadError(f"{type(pool).__name__} has no {attribute}: its {name} cannot be offloaded")
-    return [Plane(f"{name} {first + i}", tensor) for i, tensor in enumerate(buffers)]
+    return [Plane(f"{name} {first + i}", tensor, pool.dtype) for i, tensor in enumerate(buffers)]
 
 
 def _tensors(pool: Any, path: str = "", depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,6 +98,9 @@ class OffloadAnswer(_Model):
     found: int = 0  # tokens, from the prompt's beginning, that the tier said it has
     refused_from: int | None = None  # tokens before the first page that was not asked for
     load: Literal["restored", "late", "refused", "failed"] | None = None
+    # Tokens restored from the Redis behind the daemon's host memory, where the daemon tells; SGLang counts all that an
+    # offload tier restores as ``cached_storage``.
+    from_storage: int | None = None
 
 
 class RequestRecord(_Model):
