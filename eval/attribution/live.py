@@ -254,7 +254,7 @@ class _Matcher:
     def _capture(self, one: _Open, *, exact: bool) -> None:
         if not one.final and (exact or not one.exact):
             answer = self._records[one.request].offload
-            heard = None if answer is None else TierAnswer(**answer.model_dump())
+            heard = None if answer is None else TierAnswer(**answer.model_dump(include=set(TierAnswer._fields)))
             self.sweep.look_up(one.request, one.hit, one.best, self._cache.page_size, heard)
             one.exact = one.exact or exact
 
