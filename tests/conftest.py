@@ -118,6 +118,12 @@ def reuse_server(servers: Servers) -> TinyServer:
 
 
 @pytest.fixture(scope="session")
+def drafted_reuse_server(servers: Servers) -> TinyServer:
+    """With index reuse by listed layers, EAGLE3 and the scripted draft, on two ranks."""
+    return servers.get("drafted_reuse_server")
+
+
+@pytest.fixture(scope="session")
 def registered_by() -> dict[str, Registered]:
     """What agentserve registers in SGLang: asked for nothing, for a policy, for the watch page."""
     cases = {"nothing": {}, "policy": {"AGENTSERVE_EVICTION": "gittins"}, "watch": {WATCH_VARIABLE: "1"}}
@@ -144,5 +150,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def _fixtures_of(item: pytest.Item) -> list[str]:
+    """Of a test, with those that a parameter names."""
     names: list[str] = getattr(item, "fixturenames", [])
-    return names
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return [*names, *(value for value in parameters if isinstance(value, str))]

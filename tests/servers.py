@@ -31,9 +31,10 @@ PRESSED_KV_TOKENS = 3072
 EAGLE3_KV_TOKENS = 5120  # half of what the 50 prompts of its test leave behind, room for two at once
 REUSE_KV_TOKENS = 4096  # half of what the prompts of its tests leave behind
 
-REUSE = "freq:4"  # of the tiny M3's sparse layers 1..5: 1 and 5 choose, 2 to 4 take over
+# Of the tiny M3's sparse layers 1..5.
+REUSE = "freq:4"  # 1 and 5 choose, 2 to 4 take over
+REUSE_LISTED = "layers:1,3"  # 1 chooses for 2, 3 for 4 and 5: no frequency does this
 REUSE_TP = int(os.environ.get("AGENTSERVE_TEST_TP", "1"))
-REUSE_EAGLE3 = os.environ.get("AGENTSERVE_TEST_EAGLE3") == "1"
 
 ADMIN_KEY = "k"  # of the servers that ask for one; the others ignore it
 
@@ -77,8 +78,11 @@ def _eagle3(folder: Path) -> dict[str, Any]:
 
 
 def _reuse(folder: Path) -> dict[str, Any]:
-    drafts = _scripted(folder) if REUSE_EAGLE3 else {}
-    return {"kv.capacity_tokens": REUSE_KV_TOKENS, "index_reuse": REUSE, "tp": REUSE_TP, **drafts}
+    return {"kv.capacity_tokens": REUSE_KV_TOKENS, "index_reuse": REUSE, "tp": REUSE_TP}
+
+
+def _drafted_reuse(folder: Path) -> dict[str, Any]:
+    return {"kv.capacity_tokens": REUSE_KV_TOKENS, "index_reuse": REUSE_LISTED, "tp": 2, **_scripted(folder)}
 
 
 def _scripted(folder: Path) -> dict[str, Any]:
@@ -97,6 +101,7 @@ CONFIGURATIONS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "pressed_server": _pressed,
     "eagle3_server": _eagle3,
     "reuse_server": _reuse,
+    "drafted_reuse_server": _drafted_reuse,
 }
 
 

@@ -285,6 +285,29 @@ def test_preflight_compares_the_setting_with_the_checkpoint() -> None:
     assert index_sources(own, facts) is None, "SGLang's own sharing leaves every layer its index keys"
 
 
+@pytest.mark.parametrize(
+    ("device", "extra_args", "named"),
+    [
+        ("cuda", ["--pp-size=2"], "--pp-size"),
+        ("cuda", ["--pipeline-parallel-size", "4"], "--pipeline-parallel-size"),
+        ("cuda", ["--pp-size", "1"], None),
+        ("rocm", ["--pp-size=2"], None),  # there it is SGLang's own
+        ("rocm", ["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
+        ("cuda", ["--enable-hisparse"], "--enable-hisparse"),
+        ("cuda", ["--log-level=debug"], None),
+    ],
+)
+def test_preflight_refuses_what_sharing_does_not_run_with(
+    device: str, extra_args: list[str], named: str | None
+) -> None:
+    facts = CheckpointFacts(Path("m"), M3, (), (), 0)
+    fields = {"model": "m", "device": device, "extra_args": extra_args}
+    found = list(check_index_reuse(Recipe.model_validate({**fields, "index_reuse": "freq:4"}), facts))
+    assert [finding.level for finding in found] == (["error"] if named else [])
+    assert named is None or f"does not run with {named}: " in found[0].what
+    assert list(check_index_reuse(Recipe.model_validate(fields), facts)) == []
+
+
 def test_a_dry_run_shows_the_setting_and_the_smaller_prefix(tiny_checkpoint: Path) -> None:
     def shown(*options: str) -> str:
         result = CliRunner().invoke(command, ["tiny-cpu", "--model", str(tiny_checkpoint), "--dry-run", *options])

@@ -1,8 +1,9 @@
 """Index reuse on real SGLang against a transformers M3 whose indexers are shared by the same pattern, in float32.
 
-One server more. ``AGENTSERVE_TEST_TP=2`` runs the same on two ranks, ``AGENTSERVE_TEST_EAGLE3=1`` with a scripted,
-partly wrong draft, so that every token after the first comes from the verification of a chain. Prompts are kept by
-the rule of ``test_m3_parity``: the reference decides every top-k of theirs by more than a margin.
+The same on two servers: one rank with a frequency, which decodes (``AGENTSERVE_TEST_TP=2``: two), and two ranks with
+listed layers and a scripted, partly wrong draft, where every token after the first comes from the verification of a
+chain. Prompts are kept by the rule of ``test_m3_parity``: the reference decides every top-k of theirs by more than a
+margin.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,15 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from click.testing import CliRunner
 
+from agentserve.cli.audit import command
 from agentserve.runtime import torchvision_operators
 from agentserve.runtime.index_reuse import ReusePattern, parse_index_reuse
 from offload.state import shareable_layers
 from tests.parity import MARGIN, TOLERANCE, ClosestChoice, difference
-from tests.scripted_draft import key_of, write_script
-from tests.servers import PREFILL_CHUNK, REUSE, REUSE_EAGLE3, REUSE_KV_TOKENS, TinyServer
+from tests.scripted_draft import expected_steps, key_of, write_script
+from tests.servers import PREFILL_CHUNK, REUSE, REUSE_KV_TOKENS, REUSE_LISTED, TinyServer
 
 torchvision_operators.declare()
 
@@ -32,50 +36,68 @@ from tests.reference_m3 import ReferenceM3  # noqa: E402
 
 pytestmark = pytest.mark.server
 
-STEP = "verify" if REUSE_EAGLE3 else "decode"  # the mode of a pass that writes tokens
 NEW_TOKENS = 8
+DRAFTS = 3
 LENGTHS = (40, 150, 700, 950, 1100, 1300, 1600, 1750)
 KEPT = 6  # at least so many of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server with index reuse: its setting, and the mode of a pass that writes tokens."""
+
+    setting: str
+    step: str
+
+
+CASES = {"reuse_server": Case(REUSE, "decode"), "drafted_reuse_server": Case(REUSE_LISTED, "verify")}
 
 
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
     output: list[int]
+    longer: list[int]  # goes on from ``output``: drafts reach beyond the end
     logprobs: torch.Tensor  # [len(ids) + NEW_TOKENS, vocab], by the sharing reference
 
 
-@pytest.fixture(scope="module")
-def server(reuse_server: TinyServer) -> TinyServer:
-    return reuse_server
+@pytest.fixture(scope="module", params=CASES)
+def server(request: pytest.FixtureRequest) -> TinyServer:
+    server: TinyServer = request.getfixturevalue(request.param)
+    return server
 
 
 @pytest.fixture(scope="module")
-def pattern(tiny_checkpoint: Path) -> ReusePattern:
+def case(server: TinyServer) -> Case:
+    return CASES[server.folder.name]
+
+
+@pytest.fixture(scope="module")
+def pattern(tiny_checkpoint: Path, case: Case) -> ReusePattern:
     config = json.loads((tiny_checkpoint / "config.json").read_text())
-    return parse_index_reuse(REUSE).pattern(shareable_layers(config))
+    return parse_index_reuse(case.setting).pattern(shareable_layers(config))
 
 
 @pytest.fixture(scope="module")
-def prompts(server: TinyServer, pattern: ReusePattern) -> list[Prompt]:
+def prompts(server: TinyServer, case: Case, pattern: ReusePattern) -> list[Prompt]:
     reference = ReferenceM3(server.checkpoint)
     reference.share_selections(pattern.source_of)
     kept = []
     for length in LENGTHS:
         rng = random.Random(length)
         ids = [rng.randrange(256) for _ in range(length)]
-        output = server.generate(ids, NEW_TOKENS)["output_ids"]
+        longer = server.generate(ids, NEW_TOKENS + DRAFTS + 1)["output_ids"]
+        output = longer[:NEW_TOKENS]
         with ClosestChoice() as choice:
             logprobs = reference.logprobs(ids + output)
         if choice.margin > MARGIN:
-            kept.append(Prompt(ids, output, logprobs))
+            kept.append(Prompt(ids, output, longer, logprobs))
     lengths = [len(prompt.ids) for prompt in kept]
     print(f"kept prompts of {lengths} tokens")
     assert len(kept) >= KEPT
     assert max(lengths) > PREFILL_CHUNK, "no prompt that is prefilled in chunks"
-    if REUSE_EAGLE3:  # from here on drafts are right in part
-        more = {key_of(p.ids): p.output + [0] * 4 for p in kept}  # drafts reach beyond the end
-        write_script(server.folder / "script.json", more)
+    if case.step == "verify":  # from here on drafts are right in part
+        write_script(server.folder / "script.json", {key_of(p.ids): p.longer for p in kept})
     return kept
 
 
@@ -83,8 +105,8 @@ def meta(server: TinyServer, ids: list[int], **options: Any) -> Any:
     return server.generate(ids, NEW_TOKENS, return_logprob=True, **options)["meta_info"]
 
 
-def test_cold_prefill_chunked_prefill_and_decode(server: TinyServer, prompts: list[Prompt]) -> None:
-    worst = 0.0
+def test_cold_prefill_chunked_prefill_and_decode(server: TinyServer, case: Case, prompts: list[Prompt]) -> None:
+    worst, accepted = 0.0, Counter[int]()
     for prompt in prompts:
         server.flush()
         got = meta(server, prompt.ids, logprob_start_len=0)
@@ -92,8 +114,15 @@ def test_cold_prefill_chunked_prefill_and_decode(server: TinyServer, prompts: li
         assert len(got["input_token_logprobs"]) == len(prompt.ids)
         worst = max(worst, difference(got["input_token_logprobs"], prompt.logprobs, 0))
         worst = max(worst, difference(got["output_token_logprobs"], prompt.logprobs, len(prompt.ids)))
+        correct = got.get("spec_correct_drafts_histogram")
+        if correct is not None:
+            steps = Counter(expected_steps(prompt.longer, NEW_TOKENS, DRAFTS))
+            assert {n: count for n, count in enumerate(correct) if count} == steps
+            accepted += steps
     print(f"largest difference of a log-probability: {worst:.1e}")
     assert worst < TOLERANCE
+    # Drafts were accepted, rolled back, and in a run all of them.
+    assert case.step == "decode" or min(accepted[0], accepted[1] + accepted[2], accepted[DRAFTS]) > 0
 
 
 def test_cached_prefix(server: TinyServer, prompts: list[Prompt]) -> None:
@@ -147,7 +176,9 @@ def counters(server: TinyServer) -> dict[tuple[str, str, int], float]:
     return {(event, mode, int(layer)): float(value) for event, layer, mode, value in found}
 
 
-def test_executed_counters_tell_who_chose_and_who_took_over(server: TinyServer, pattern: ReusePattern) -> None:
+def test_executed_counters_tell_who_chose_and_who_took_over(
+    server: TinyServer, case: Case, pattern: ReusePattern
+) -> None:
     server.flush()
     before = counters(server)
     server.generate([random.Random(7).randrange(256) for _ in range(PREFILL_CHUNK + 200)], NEW_TOKENS)
@@ -155,12 +186,37 @@ def test_executed_counters_tell_who_chose_and_who_took_over(server: TinyServer, 
     # Two chunks, and the request that made the first reading publish.
     extends = {layer: growth["selections_computed", "extend", layer] for layer in pattern.sources}
     assert set(extends.values()) == {3.0}
-    steps = {layer: growth["selections_computed", STEP, layer] for layer in pattern.sources}
+    steps = {layer: growth["selections_computed", case.step, layer] for layer in pattern.sources}
     assert len(set(steps.values())) == 1
     assert min(steps.values()) >= NEW_TOKENS - 1  # without drafts, or with none for this prompt
-    for mode, passes in (("extend", extends), (STEP, steps)):
+    for mode, passes in (("extend", extends), (case.step, steps)):
         for layer in pattern.reusers:
             source = pattern.source_of[layer]
             assert growth["selections_reused", mode, layer] == passes[source]
             assert growth["producers_skipped", mode, layer] == passes[source]
             assert ("selections_computed", mode, layer) not in growth
+
+
+def test_the_audit_credits_what_ran_and_leaves_nothing_open(server: TinyServer, case: Case) -> None:
+    server.flush()
+    prompt = [random.Random(8).randrange(256) for _ in range(300)]
+    for _ in range(2):
+        server.generate(prompt, NEW_TOKENS)
+    counters(server)  # all of them are published
+    result = CliRunner().invoke(command, [server.url, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["path"]: row for row in json.loads(result.stdout)}
+    assert [path for path, row in rows.items() if None in (row["configured"], row["eligible"])] == []
+    drafted = {"EAGLE3"} if case.step == "verify" else set()
+    ran = {path for path, row in rows.items() if row["verdict"] == "runs"}
+    assert ran == {"index reuse", "index producer skip", "radix hit", *drafted}
+    assert rows["index reuse"]["setting"] == f"AGENTSERVE_INDEX_REUSE={case.setting}"
+    # No path of a GPU ran, by a count of what did.
+    for path in ("MSA kernel", "AITER sparse paged attention"):
+        assert rows[path]["executed"] == 0
+        assert re.fullmatch(r"of ([\d,]+) passes \(.*: torch \1\)", rows[path]["counter"])
+    assert rows["quantized all-reduce"]["executed"] == 0
+    modes = server.metric("agentserve_sparse_attention_passes")
+    assert {"extend", case.step} <= {labels.split('mode="')[1].split('"')[0] for labels in modes}
+    if drafted:
+        assert "tokens a step, real acceptance" in rows["EAGLE3"]["counter"]

@@ -12,6 +12,8 @@ from typing import NamedTuple, Self
 # Prometheus adds _total to the name of a counter; agentserve/runtime states the names without it.
 SELECTIONS_REUSED = "agentserve_index_selections_reused_total"
 PRODUCERS_SKIPPED = "agentserve_index_producers_skipped_total"
+ATTENTION_PASSES = "agentserve_sparse_attention_passes_total"
+QUICK_REDUCE_PASSES = "agentserve_quick_reduce_passes_total"
 OFFLOAD_TOKENS = "agentserve_offload_tokens_total"
 OFFLOAD_ONLINE = "agentserve_offload_online"
 SPECULATION = "agentserve_speculation"

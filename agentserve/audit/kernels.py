@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from agentserve.audit.counters import GRAPH_PASSES, Metrics
+from agentserve.audit.counters import ATTENTION_PASSES, GRAPH_PASSES, QUICK_REDUCE_PASSES, Metrics
 from agentserve.audit.facts import NOT_REPORTED, Facts
 from agentserve.audit.row import AuditRow
 from agentserve.shapes.budget import communication
 from agentserve.shapes.quick_reduce import CODECS, min_message_bytes
 
+_KERNELS = ("aiter", "msa", "trtllm", "triton", "torch")  # as agentserve/runtime/kernel_counters.py names them
 _MSA_BLOCK = 128
 _MSA_TOPK = (4, 8, 16, 32)
 _MSA_ARCHITECTURES = ("sm_100", "sm_103")
@@ -26,9 +27,18 @@ def msa_kernel(facts: Facts, metrics: Metrics) -> AuditRow:
         configured,
         setting,
         *_can_run_msa(facts),
-        None,
-        "nothing counts it: the server's log says main_attn=MSA or triton at its start",
+        *_passes_of(metrics, "msa", "the server's log says main_attn=MSA or triton at its start"),
     )
+
+
+def _passes_of(metrics: Metrics, kernel: str, instead: str) -> tuple[float | None, str]:
+    """Passes in which a kernel attended in the sparse layers, and which ones did in all."""
+    total = metrics.total(ATTENTION_PASSES)
+    if total is None:
+        return None, f"nothing counts it, since agentserve did not launch this server: {instead}"
+    ran = ((name, metrics.count(ATTENTION_PASSES, kernel=name)) for name in _KERNELS)
+    found = ", ".join(f"{name} {passes:,.0f}" for name, passes in ran if passes)
+    return metrics.count(ATTENTION_PASSES, kernel=kernel), f"of {total:,.0f} passes ({ATTENTION_PASSES}: {found})"
 
 
 def _can_run_msa(facts: Facts) -> tuple[bool | None, str]:
@@ -91,17 +101,25 @@ def _graph(facts: Facts, metrics: Metrics, phase: str) -> AuditRow:
 
 
 def aiter_sparse_attention(facts: Facts, metrics: Metrics) -> AuditRow:
-    """AITER's paged attention for M3's sparse layers. SGLang 0.5.23 has it for prefill; decode runs in Triton."""
+    """AITER's paged attention for M3's sparse layers, which SGLang 0.5.23 has for prefill only.
+
+    Its conditions: ``minimax_sparse_ops/minimax_sparse.py`` and ``can_use_gluon_prefill`` beside its kernels.
+    """
     asked = facts.switch("SGLANG_USE_AITER", False)
     prefill = facts.switch("SGLANG_OPT_USE_MINIMAX_GLUON_PREFILL", True)
     configured = None if asked is None or prefill is None else asked and prefill
     setting = NOT_REPORTED if configured is None else f"SGLANG_USE_AITER={int(bool(asked))}"
-    condition = f"gfx95 and one KV head per rank; {facts.heads_text}"
+    condition = f"prefill on gfx95, one KV head per rank (decode runs in Triton); {facts.heads_text}"
+    kv_dtype = facts.arg("kv_cache_dtype", "auto")
     eligible: bool | None
     if facts.device in ("cpu", "cuda"):
         eligible, condition = False, f"gfx95, this is {facts.device}"
     elif facts.architecture is not None and not facts.architecture.startswith("gfx95"):
         eligible, condition = False, f"gfx95, this is {facts.architecture}"
+    elif str(kv_dtype).startswith("fp8"):
+        eligible, condition = False, f"K/V of the queries' type, is {kv_dtype}: Triton runs instead"
+    elif facts.arg("enable_hisparse", False):
+        eligible, condition = False, "a pool that is not remapped, HiSparse is on: Triton runs instead"
     elif facts.kv_heads is None:
         eligible = None
     elif facts.kv_heads != 1:
@@ -114,8 +132,7 @@ def aiter_sparse_attention(facts: Facts, metrics: Metrics) -> AuditRow:
         setting,
         eligible,
         condition,
-        None,
-        "nothing counts it: SGLang logs once when it falls back to Triton, and not when it runs",
+        *_passes_of(metrics, "aiter", "SGLang logs once when it falls back to Triton, and not when it runs"),
     )
 
 
@@ -133,9 +150,15 @@ def quantized_all_reduce(facts: Facts, metrics: Metrics) -> AuditRow:
         configured,
         setting,
         *_can_quantize(facts, codec),
-        None,
-        "nothing counts it: take a profile",
+        *_reduced_passes(metrics),
     )
+
+
+def _reduced_passes(metrics: Metrics) -> tuple[float | None, str]:
+    total = metrics.total(ATTENTION_PASSES)  # counted beside it
+    if total is None:
+        return None, "nothing counts it, since agentserve did not launch this server: take a profile"
+    return metrics.count(QUICK_REDUCE_PASSES), f"of {total:,.0f} passes ({QUICK_REDUCE_PASSES})"
 
 
 def _can_quantize(facts: Facts, codec: str | None) -> tuple[bool | None, str]:

@@ -16,12 +16,12 @@ def index_reuse(facts: Facts, metrics: Metrics) -> AuditRow:
     ours, rocm = facts.variable(REUSE_VARIABLE), facts.variable(ROCM_VARIABLE)
     executed: float | None = metrics.count(SELECTIONS_REUSED)
     counter = f"selections taken over ({SELECTIONS_REUSED})"
-    if executed:
-        configured, setting = True, ours or "seen running"
+    if ours:
+        configured, setting = True, f"{REUSE_VARIABLE}={ours}"
+    elif executed:
+        configured, setting = True, "seen running"
     elif ours is None or rocm is None:
         configured, setting = None, NOT_REPORTED
-    elif ours:
-        configured, setting = True, f"{REUSE_VARIABLE}={ours}"
     elif rocm.isdecimal() and int(rocm) > 1:
         configured, setting = True, f"{ROCM_VARIABLE}={rocm}"
         if facts.device == "rocm":
@@ -36,10 +36,8 @@ def producer_skip(facts: Facts, metrics: Metrics) -> AuditRow:
     """Layers that reuse a selection run no index projections, norms, RoPE and cache writes."""
     ours, keeps = facts.variable(REUSE_VARIABLE), facts.variable(PRODUCERS_VARIABLE)
     executed = metrics.count(PRODUCERS_SKIPPED)
-    if executed:
-        configured, setting = True, "seen running"
-    elif ours is None:
-        configured, setting = None, NOT_REPORTED
+    if ours is None:
+        configured, setting = (True, "seen running") if executed else (None, NOT_REPORTED)
     else:
         configured = bool(ours) and keeps != "keep"
         setting = f"index reuse with {PRODUCERS_VARIABLE}={keeps or 'skip'}" if ours else "comes with our index reuse"

@@ -180,12 +180,29 @@ def check_context(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
         )
 
 
+_PIPELINE = ("--pp-size", "--pipeline-parallel-size")
+_NOT_WITH_INDEX_REUSE = {
+    "--enable-two-batch-overlap": "its halves interleave the layers that share a selection",
+    "--enable-hisparse": "it swaps index keys by layer",
+    **dict.fromkeys(_PIPELINE, "the layer that chooses may be on another rank"),
+}
+
+
 def check_index_reuse(recipe: Recipe, facts: CheckpointFacts) -> Iterator[Finding]:
     """The pattern of shared selections fits the checkpoint's sparse layers."""
     try:
         index_sources(recipe, facts)
     except (IndexReuseError, StateError) as error:
         yield Finding("error", str(error), "correct index_reuse, or leave it out")
+    if recipe.index_reuse is None:
+        return
+    for place, word in enumerate(recipe.extra_args):
+        flag, _, value = word.partition("=")
+        value = value or next(iter(recipe.extra_args[place + 1 :]), "")
+        why = _NOT_WITH_INDEX_REUSE.get(flag)
+        if why is not None and not (flag in _PIPELINE and (value == "1" or recipe.device == "rocm")):
+            # The server would say so too, once the weights are loaded.
+            yield Finding("error", f"index reuse does not run with {flag}: {why}", "leave one of them out")
 
 
 def check_port(recipe: Recipe) -> Iterator[Finding]:

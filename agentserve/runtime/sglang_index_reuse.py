@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxSparseAttn
 from sglang.srt.layers.moe.utils import is_tbo_enabled
 from sglang.srt.runtime_context import get_observability, get_parallel
 
+from agentserve.runtime.device_counts import mode_of
 from agentserve.runtime.index_reuse import IndexReuseError, required_settings
 from agentserve.runtime.index_reuse_counters import PathCounts
 from agentserve.runtime.sglang_kv_pool import model_pattern
@@ -147,6 +148,4 @@ class SharingSparseAttnBackend(MiniMaxSparseAttnBackend):
         return self._topk_cache_owner is forward_batch and source in self._topk_cache
 
     def _count(self, layer: int, events: tuple[str, ...], forward_batch: Any) -> None:
-        mode = forward_batch.forward_mode
-        name = "decode" if mode.is_decode() else "verify" if mode.is_target_verify() else "extend"
-        self.path_counts.passed(layer, events, name)
+        self.path_counts.passed(layer, events, mode_of(forward_batch.forward_mode))

@@ -337,12 +337,57 @@ def server_fact_hooks() -> tuple[Hook, ...]:
     )
 
 
+def kernel_hooks() -> tuple[Hook, ...]:
+    """What counts the kernels that run; none is registered unless agentserve launched the server."""
+    from agentserve.runtime import sglang_kernel_counters as counters
+
+    backend = "sglang.srt.layers.attention.minimax_sparse_backend.MiniMaxSparseAttnBackend"
+    passes = (
+        Hook(f"{backend}.__init__", "after", counters.start, "SGLang counts passes, and not which kernel ran in them"),
+        Hook(
+            f"{backend}.init_forward_metadata_out_graph",
+            "after",
+            counters.publish,
+            "the one function that runs before each pass, a replayed CUDA graph included",
+        ),
+        Hook(f"{backend}.forward", "around", counters.count_pass, "knows the layer, and so where a pass ends"),
+    )
+    return passes if sglang_cpu_platform.selected() else (*passes, *_gpu_kernel_hooks())
+
+
+def _gpu_kernel_hooks() -> tuple[Hook, ...]:
+    """Functions that run a kernel on a GPU; each make has some of its own."""
+    import torch
+
+    from agentserve.runtime import sglang_kernel_counters as counters
+
+    attention = "sglang.srt.layers.attention"
+    ops = f"{attention}.minimax_sparse_ops"
+    log_only = "the log says at the start which kernel is meant to run, and once that one gave up"
+    aiter = "sglang.kernels.ops.attention.minimax_sparse.prefill.gluon_prefill.gluon_sparse_prefill"
+    reduce = "sglang.srt.distributed.device_communicators.quick_all_reduce.QuickAllReduce.quick_all_reduce"
+    kernels = {
+        "triton": [f"{ops}.minimax_sparse.flash_{phase}_with_gqa_share_sparse" for phase in ("prefill", "decode")],
+        "msa": [f"{ops}.msa.msa_sparse_{phase}_main" for phase in ("prefill", "decode")],
+        "trtllm": [f"{attention}.minimax_sparse_backend.MiniMaxSparseAttnBackend._dense_sparse_main_decode"],
+        "aiter": [aiter],
+    }
+    here = ("triton", "aiter") if torch.version.hip else ("triton", "msa", "trtllm")
+    noted = tuple(
+        Hook(target, "around", counters.noting(kernel), log_only) for kernel in here for target in kernels[kernel]
+    )
+    if not torch.version.hip:
+        return noted
+    return (*noted, Hook(reduce, "around", counters.note_reduction, "nothing tells which messages it took"))
+
+
 def active_hooks() -> tuple[Hook, ...]:
     """The hooks that this process must have in place."""
     cpu, eagle3 = sglang_cpu_platform.selected(), speculation.settings_from() is not None
     facts = policy_settings.settings_from() is not None or offload_settings.settings_from() is not None
     return (
         *(fact_hooks() if facts else ()),
+        *(kernel_hooks() if server_facts.asked_for() else ()),
         *(cpu_hooks() if cpu else ()),
         *(eagle3_hooks() if eagle3 else ()),
         *(eagle3_cpu_hooks() if cpu and eagle3 else ()),
