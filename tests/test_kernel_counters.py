@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,11 @@ from agentserve.runtime import torchvision_operators
 
 torchvision_operators.declare()
 
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+
 from agentserve.audit import kernels  # noqa: E402
+from agentserve.launch.plan import make_plan  # noqa: E402
+from agentserve.launch.recipe import Recipe  # noqa: E402
 from agentserve.runtime import sglang_kernel_counters, sglang_msa, sglang_plugin  # noqa: E402
 from agentserve.runtime.kernel_counters import KERNELS, KernelCounts  # noqa: E402
 from tests.test_sglang_hooks import parameters, target_of  # noqa: E402
@@ -149,3 +156,34 @@ def test_upstream_calls_what_is_noted_where_we_look_for_it() -> None:
 
 def test_the_audit_reads_the_same_names() -> None:
     assert kernels._KERNELS == KERNELS
+
+
+def test_a_plain_launch_on_a_gpu_only_looks_on(counts: KernelCounts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a feature SGLang computes what it does without us: nothing is replaced, results pass through."""
+    made = make_plan(
+        Recipe.model_validate({"model": "m", "device": "cuda", "page_size": 128}), None, model="m", cwd=Path("/")
+    )
+    for name in [name for name in os.environ if name.startswith(("AGENTSERVE_", "SGLANG_"))]:
+        monkeypatch.delenv(name)
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))  # registered, never applied
+    sglang_plugin.register()
+    hooks = {
+        target: [(kind.value, function) for kind, function, _ in put] for target, put in HookRegistry._hooks.items()
+    }
+    facts = {hook.target for hook in (*sglang_plugin.server_fact_hooks(), *sglang_plugin.kernel_hooks())}
+    assert set(hooks) == facts
+    assert {kind for put in hooks.values() for kind, _ in put} == {"after", "around"}
+    result, given = object(), (object(), object())
+
+    def original(*arguments: object, **named: object) -> object:
+        assert (arguments[-2:], named) == (given, {"more": 1})
+        return result
+
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_target_verify=lambda: False)
+    layer, batch = SimpleNamespace(layer_id=4), SimpleNamespace(forward_mode=mode)
+    assert sglang_kernel_counters.count_pass(original, None, 0, 0, 0, layer, batch, *given, more=1) is result
+    assert sglang_kernel_counters.noting("triton")(original, *given, more=1) is result
+    codec = SimpleNamespace(qr_quant_level=SimpleNamespace(name="INT4"))
+    assert sglang_kernel_counters.note_reduction(original, codec, *given, more=1) is result
