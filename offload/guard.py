@@ -118,14 +118,12 @@ class Held:
         pending: this rank's load.
         gone: whether the daemon that got it is known to be dead.
         slots: on this rank.
-        tokens: number of slots.
         released: whether all ranks' loads are over.
     """
 
     pending: Pending
     gone: Callable[[], bool]
     slots: Any
-    tokens: int
     released: bool = False
 
     def query(self) -> bool:
@@ -140,10 +138,6 @@ class Quarantine:
 
     def __len__(self) -> int:
         return len(self._held)
-
-    @property
-    def tokens(self) -> int:
-        return sum(held.tokens for held in self._held)
 
     def add(self, held: Held) -> None:
         self._held.append(held)
@@ -161,28 +155,6 @@ class Quarantine:
         for held in freed:
             held.released = True
         return [held.slots for held in freed]
-
-
-class Health:
-    """Whether the daemon is to be used, from signs of life and from refusals.
-
-    ``online`` is read by the scheduler; ``note_*`` are called by whoever sees something.
-    """
-
-    def __init__(self) -> None:
-        self.online = False
-        self.losses = 0  # times that an online daemon was lost
-        self.returns = 0  # times that it could be used (again)
-
-    def note_registered(self) -> None:
-        self.online = True
-        self.returns += 1
-
-    def note_trouble(self) -> None:
-        """A missed deadline or a refusal: use nothing until the daemon has been registered with again."""
-        if self.online:
-            self.losses += 1
-        self.online = False
 
 
 class Refused:

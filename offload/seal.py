@@ -11,7 +11,7 @@ damaged bytes, not forgery. All arithmetic is the device's own; nothing is copie
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -119,8 +119,3 @@ def _signed(value: int) -> int:
 def pages_of(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     """Page numbers of whole pages of slots, in order."""
     return slots[::page_size] // page_size
-
-
-def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that the tensors take."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -17,7 +17,7 @@ import torch
 
 from offload.daemon import DaemonSpec, daemon_command, redis_adapter
 from offload.fingerprint import FingerprintError, fingerprint
-from offload.guard import DeadlineFuture, Health, Held, Looks, Quarantine, Refused
+from offload.guard import DeadlineFuture, Held, Looks, Quarantine, Refused
 from offload.owed import Asked, Due, OwedLocks
 from offload.processes import dead, listener
 from offload.seal import Sealer, new_seals, pages_of
@@ -203,12 +203,12 @@ def test_quarantine_frees_in_order_and_only_what_nobody_can_write_to() -> None:
     first, second, third = Answer(), Answer(), Answer()
     dead = [False]
     held = Quarantine()
-    loads = [Held(answer, lambda: dead[0], name, 128) for name, answer in (("a", first), ("b", second), ("c", third))]
+    loads = [Held(answer, lambda: dead[0], name) for name, answer in (("a", first), ("b", second), ("c", third))]
     for load in loads:
         held.add(load)
     second.done = True
     assert held.ready() == 0
-    assert held.tokens == 384
+    assert len(held) == 3
     first.error = RuntimeError("refused")
     assert held.ready() == 2
     assert not any(load.query() for load in loads)  # ready here, and perhaps on no other rank
@@ -260,16 +260,6 @@ def test_refused_pages_are_tried_again_after_a_while() -> None:
     assert refused.first([5, 6, 7]) == 3
     refused.add([9])
     assert len(refused) == 1  # forgotten, not only ignored
-
-
-def test_health_counts_losses_once() -> None:
-    health = Health()
-    health.note_trouble()
-    assert health.losses == 0
-    health.note_registered()
-    health.note_trouble()
-    health.note_trouble()
-    assert (health.online, health.losses, health.returns) == (False, 1, 1)
 
 
 def test_settings_travel_by_environment() -> None:

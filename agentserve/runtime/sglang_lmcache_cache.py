@@ -52,12 +52,11 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
             return super()._start_external_load(flow, req)
         except LoadAbandoned:
             load = flow.load
-            tokens = len(load.device_indices)
-            held = Held(load.future, connector.daemon_gone(), load.device_indices, tokens)
+            held = Held(load.future, connector.daemon_gone(), load.device_indices)
             self._quarantine.add(held)
             # One daemon for all ranks unlocks by one session, which must not end before the last rank's load.
             connector.outstanding(load.request_id, held)
-            connector.counters.tokens("quarantined", tokens)
+            connector.counters.tokens("quarantined", len(load.device_indices))
             flow.load = None
             flow.load_req = None
             self._release_flow_anchor(flow)

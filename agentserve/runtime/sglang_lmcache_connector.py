@@ -73,7 +73,7 @@ class GuardedConnector(LockConnector):
         self, request_id: str, token_ids: list[int], *, local_hit_tokens: int, cache_salt: str
     ) -> LMCacheLookupOperation:
         # A request that comes back while its locks are still owed: the daemon knows one lookup a name.
-        if not self._sync_success(self._health.online and not self.owes(request_id)):
+        if not self._sync_success(self.online and not self.owes(request_id)):
             self.counters.lookup("offline")
             note_lookup(request_id, "offline")
             operation = LMCacheLookupOperation(
@@ -91,34 +91,35 @@ class GuardedConnector(LockConnector):
         now = time.monotonic()
         if name not in self._looks:
             self._looks[name] = Looks(now)
-            if self.is_lookup_leader and self._health.online and not self.answered(name):
+            if self.is_lookup_leader and self.online and not self.answered(name):
                 self.answer_is_there(operation, _FIRST_LOOK_S)
-        looks, deadline = self._looks[name], self._offload.lookup_deadline
-        late = looks.overdue(now, deadline) or looks.last_chance(now, deadline)
-        if (
-            self.is_lookup_leader
-            and not self.answered(name)
-            and (not self._health.online or (late and not self.answer_is_there(operation, _ANSWER_S)))
-        ):
-            self.owe_lookup(operation)
-            operation.submission_future = None  # upstream reads this as a miss
-            self._given_up[name] = "late" if late else "offline"
-            if looks.overdue(now, deadline):
-                self._trouble("a lookup was not answered in time")
+        looks = self._looks[name]
+        if self.is_lookup_leader and not self.answered(name):
+            self._give_up_where_late(operation, looks, now)
         hit = super().poll_lookup(operation)
         if hit is None:
             looks.missed(now)
-        else:
-            del self._looks[name]
-            self.counters.took("lookup", looks.held_s + time.monotonic() - now)
-            outcome = self._given_up.pop(name, "hit" if hit else "miss")
-            self.counters.lookup(outcome)
-            note_lookup(name, outcome, hit)
-            if outcome == "hit" and self.is_lookup_leader:
-                self._tiers.ask(self._req_client, name)
-            if hit and self._sealer is not None:
-                hit = self._before_refused(operation, hit)
-        return hit
+            return None
+        del self._looks[name]
+        self.counters.took("lookup", looks.held_s + time.monotonic() - now)
+        outcome = self._given_up.pop(name, "hit" if hit else "miss")
+        self.counters.lookup(outcome)
+        note_lookup(name, outcome, hit)
+        if outcome == "hit" and self.is_lookup_leader:
+            self._tiers.ask(self._req_client, name)
+        return self._before_refused(operation, hit) if hit and self._sealer is not None else hit
+
+    def _give_up_where_late(self, operation: LMCacheLookupOperation, looks: Looks, now: float) -> None:
+        deadline = self._offload.lookup_deadline
+        overdue = looks.overdue(now, deadline)
+        late = overdue or looks.last_chance(now, deadline)
+        if self.online and (not late or self.answer_is_there(operation, _ANSWER_S)):
+            return
+        self.owe_lookup(operation)
+        operation.submission_future = None  # upstream reads this as a miss
+        self._given_up[operation.request_id] = "late" if late else "offline"
+        if overdue:
+            self._trouble("a lookup was not answered in time")
 
     def step(self) -> None:
         """The scheduler begins a step."""
@@ -177,7 +178,7 @@ class GuardedConnector(LockConnector):
                 note_load(operation.request_id, "failed")
                 return False
             except TimeoutError:
-                late = self._health.online
+                late = self.online
                 if not late:
                     logger.warning("load for %s given up: the daemon was lost", operation.request_id)
                 elif time.monotonic() >= deadline:
@@ -270,7 +271,7 @@ class GuardedConnector(LockConnector):
         super().end_session(request_id)
 
     def close(self) -> None:
-        if self._health.online:
+        if self.online:
             self.end_all_sessions()
             self.settle_owed()
         else:

@@ -15,7 +15,6 @@ import psutil
 
 from agentserve.runtime.offload_counters import OffloadCounters
 from agentserve.runtime.sglang_lmcache_ranks import RankConnector
-from offload.guard import Health
 from offload.processes import dead, listener
 from offload.settings import OffloadError, OffloadSettings
 
@@ -27,7 +26,7 @@ class DaemonConnector(RankConnector):
 
     def __init__(self, *, settings: OffloadSettings, tp_rank: int, **kwargs: Any) -> None:
         self._offload = settings
-        self._health = Health()
+        self.online = False  # whether the daemon is in use on this rank; set by whoever sees something
         self._daemon: psutil.Process | None = None
         self.counters = OffloadCounters(tp_rank, enabled=False)
         super().__init__(settings=settings, tp_rank=tp_rank, **kwargs)
@@ -70,7 +69,7 @@ class DaemonConnector(RankConnector):
         self._registered = False
         super().register_kv_cache()
         self._daemon = listener(int(self.server_url.rpartition(":")[2]))
-        self._health.note_registered()
+        self.online = True
         self.counters.online(True)
         logger.info("LMCache daemon at %s is in use", self.server_url)
 
@@ -80,7 +79,7 @@ class DaemonConnector(RankConnector):
         while not self._heartbeat_stop.wait(self._offload.ping_interval):
             try:
                 self._req_client.ping(self.instance_id).result(timeout=self._offload.ping_deadline)
-                if not self._health.online:
+                if not self.online:
                     self._connect()
                     complained = False
                 self.on_sign_of_life()
@@ -94,29 +93,25 @@ class DaemonConnector(RankConnector):
         """The daemon has answered just now; called in the watching thread."""
 
     def _trouble(self, what: str) -> None:
-        if self._health.online:
+        """A missed deadline or a refusal: nothing is used until the daemon has been registered with again."""
+        if self.online:
             logger.warning("LMCache daemon at %s is not used for now: %s", self.server_url, what)
             self.counters.lost()
-        self._health.note_trouble()
+        self.online = False
         self.counters.online(False)
-
-    @property
-    def online(self) -> bool:
-        """Whether the daemon is in use on this rank."""
-        return self._health.online
 
     def daemon_gone(self) -> Callable[[], bool]:
         """Whether the daemon of this moment is known to be dead, as a function to ask later."""
-        daemon, health = self._daemon, self._health
+        daemon = self._daemon
 
         def gone() -> bool:
-            return daemon is not None and not (health.online and daemon is self._daemon) and dead(daemon)
+            return daemon is not None and not (self.online and daemon is self._daemon) and dead(daemon)
 
         return gone
 
     def all_online(self) -> bool:
         """Whether the daemon is in use on every rank. All ranks must ask together."""
-        return bool(self._sync_success(self._health.online))
+        return bool(self._sync_success(self.online))
 
     def _ensure_heartbeat_started(self) -> None:
         """Upstream's heartbeat only logs; ``_watch`` takes its place."""
