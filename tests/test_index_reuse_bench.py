@@ -51,9 +51,14 @@ def test_equality_says_where_answers_part() -> None:
         "shortest_equal_prefix": 2,
         "distinct_tokens": 6,
     }
+    tokens = {"cold": [[1, 2]], "cold again": [[1, 3]]}
     checks = {
-        mode: {"tokens": {"cold": [[1, 2]]}, "hits": 3, "logprobs": [-0.1, score]}
-        for mode, score in (("shared", -0.2), ("skipped", -0.25))
+        "shared": {"tokens": tokens, "hits": 3, "logprobs": [-0.1, -0.2], "logprobs again": [-0.1, -0.21]},
+        "skipped": {"tokens": tokens, "hits": 3, "logprobs": [-0.1, -0.25]},
     }
-    assert compare({"shared": checks["shared"]}) == {}
-    assert compare(checks)["largest_logprob_difference"] == pytest.approx(0.05)
+    found = compare(checks)
+    assert found["shared, asked again"]["largest_logprob_difference"] == pytest.approx(0.01)
+    assert found["shared, asked again"]["cold"]["equal"] == 0
+    assert found["skipped"]["largest_logprob_difference"] == pytest.approx(0.05)
+    assert found["skipped"]["cold"]["equal"] == 1
+    assert compare({}) == {}

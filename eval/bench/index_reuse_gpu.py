@@ -3,10 +3,10 @@
 Servers of three modes take turns (off, selection shared, selection shared and producers skipped; forth and back), on
 layers of MiniMax-M3's real shapes with random weights. Timed are the prefill of a cold prompt, and the time per output
 token of a cached one while the whole batch decodes. Beside the times stand the executed counters of the same servers.
-``--part equality`` compares greedy tokens and log-probabilities of two servers whose matrix products are the same
-ones, so that skipping the producers must not change a bit. ``--part deep`` times decoding alone on a model of 24 sparse
-layers with fewer experts, which tells what a layer saves several times more sharply. ``--part long`` is the batch of
-eight longest prompts, which mostly takes time to prefill.
+``--part equality`` compares greedy tokens and log-probabilities of servers whose matrix products are the same ones, so
+that skipping the producers, or storing in one kernel, changes no bit where the machine repeats its own. ``--part deep``
+times decoding alone on a model of 24 sparse layers with fewer experts, which tells what a layer saves several times
+more sharply. ``--part long`` is the batch of eight longest prompts, which mostly takes time to prefill.
 
 The extrapolation to the whole model assumes that its 57 sparse layers cost what these five do.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from eval.bench.index_reuse_summary import compare, summary
 
 # Forth and back (the middle server has two turns), so that a drift of the machine meets every mode alike.
 TIMED = (Mode("off"), Mode("shared"), Mode("skipped"), Mode("shared"), Mode("off"))
-COMPARED = (Mode("shared", fused=False), Mode("skipped", fused=False))
+COMPARED = (
+    Mode("shared", fused=False), Mode("skipped", fused=False), Mode("skipped", fused=False, separate_store=True),
+    Mode("shared", fused=False),
+)  # fmt: skip
 DEEP_TIMED = (Mode("shared"), Mode("skipped"), Mode("off"), Mode("skipped"), Mode("shared"))
 LONG_TIMED = (Mode("off"), Mode("shared"), Mode("skipped"))
 PARTS = {
@@ -41,19 +45,17 @@ def check(server: BenchServer, prompts: list[list[int]], new_tokens: int, tail: 
     server.flush()
     _, batch = server.generate(prompts, new_tokens)
     cached = [server.generate([ids], new_tokens)[1][0] for ids in prompts]
-    server.flush()
-    cold = [server.generate([ids], new_tokens)[1][0] for ids in prompts]
-    server.flush()
-    start = len(prompts[0]) - tail
-    _, scored = server.generate([prompts[0]], 1, return_logprob=True, logprob_start_len=start)
-    return {
-        "tokens": {
-            name: [a["output_ids"] for a in answers]
-            for name, answers in (("batch", batch), ("cached", cached), ("cold", cold))
-        },
-        "hits": sum(a["meta_info"]["cached_tokens"] for a in cached),
-        "logprobs": [entry[0] for entry in scored[0]["meta_info"]["input_token_logprobs"] if entry[0] is not None],
-    }
+    found: dict[str, Any] = {"hits": sum(a["meta_info"]["cached_tokens"] for a in cached)}
+    answers = {"batch": batch, "cached": cached}
+    for again in ("", " again"):
+        server.flush()
+        answers[f"cold{again}"] = [server.generate([ids], new_tokens)[1][0] for ids in prompts]
+        server.flush()
+        start = len(prompts[0]) - tail
+        _, (scored,) = server.generate([prompts[0]], 1, return_logprob=True, logprob_start_len=start)
+        entries = scored["meta_info"]["input_token_logprobs"]
+        found[f"logprobs{again}"] = [entry[0] for entry in entries if entry[0] is not None]
+    return {**found, "tokens": {name: [a["output_ids"] for a in given] for name, given in answers.items()}}
 
 
 class Bench:
@@ -65,13 +67,16 @@ class Bench:
         cpu: the tiny M3 on a CPU.
         freq: group size of the sharing modes.
         ranks: GPUs to share the model.
+        experts: of a layer; None: what the part takes.
     """
 
-    def __init__(self, part: str, record: Record, *, cpu: bool, freq: int, ranks: int) -> None:
+    def __init__(self, part: str, record: Record, *, cpu: bool, freq: int, ranks: int, experts: int | None) -> None:
         self._plan, self._part, self._record = PARTS[part], part, record
         self._cpu, self._freq, self._ranks = cpu, freq, ranks
         self._folder = Path(tempfile.mkdtemp(prefix="index-reuse-"))
         self._shape = TINY if cpu else SHAPES.get(part, REAL)
+        if experts is not None:
+            self._shape = replace(self._shape, num_experts=experts)
         self._lengths = (600, 900, 1400) if cpu else (8_000, 32_000, 120_000)
         self._new_tokens, self._paces = (33, 2) if cpu else (257, 3)
         self._turns_left = sum(self._turns(mode) for mode in self._plan)
@@ -93,7 +98,8 @@ class Bench:
 
     def _use(self, mode: Mode, server: BenchServer, place: int) -> None:
         if not mode.fused:
-            self._checks[mode.name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
+            name = str(mode) if str(mode) not in self._checks else f"{mode}, once more"
+            self._checks[name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
             self._note_executed(server)
             return
         if self._part in ("deep", "long"):
@@ -202,13 +208,14 @@ def main() -> None:
     parser = options(__doc__, budget_s=500)
     parser.add_argument("--part", choices=PARTS, default="all", help="what to do")
     parser.add_argument("--freq", type=int, default=4, help="group size")
+    parser.add_argument("--experts", type=int, help="of a layer")
     chosen = parser.parse_args()
     ranks = f"-tp{chosen.ranks}" if chosen.ranks > 1 else ""
-    record = Record(
-        "eval.bench.index_reuse_gpu", out_file(f"index-reuse-{chosen.part}{ranks}.json"), budget_s=chosen.budget
-    )
+    experts = "" if chosen.experts is None else f"-{chosen.experts}"
+    out = out_file(f"index-reuse-{chosen.part}{ranks}{experts}.json")
+    record = Record("eval.bench.index_reuse_gpu", out, budget_s=chosen.budget)
     try:
-        Bench(chosen.part, record, cpu=chosen.cpu, freq=chosen.freq, ranks=chosen.ranks).run()
+        Bench(chosen.part, record, cpu=chosen.cpu, freq=chosen.freq, ranks=chosen.ranks, experts=chosen.experts).run()
     finally:
         record.show()
 

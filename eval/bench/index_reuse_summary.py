@@ -95,14 +95,33 @@ def equality(reference: Sequence[Sequence[int]], other: Sequence[Sequence[int]])
 
 
 def compare(checks: Mapping[str, Any]) -> dict[str, Any]:
-    """Shared against shared and skipped; empty until both were checked."""
-    if not {"shared", "skipped"} <= checks.keys():
+    """The first server's answers against its own second ones and against every other server's.
+
+    Args:
+        checks: server -> ``tokens`` (by way of asking), ``logprobs`` and ``hits``; the first one also has the ways
+            ``cold again`` and the ``logprobs again``, which tell what of a difference is the machine's.
+    """
+    if not checks:
         return {}
-    reference, other = checks["shared"], checks["skipped"]
-    scores = zip(reference["logprobs"], other["logprobs"], strict=True)
+    (name, reference), *others = checks.items()
+    tokens = reference["tokens"]
     return {
-        **{way: equality(reference["tokens"][way], other["tokens"][way]) for way in reference["tokens"]},
-        "cached_tokens": [reference["hits"], other["hits"]],
-        "positions_compared": len(reference["logprobs"]),
-        "largest_logprob_difference": max(abs(a - b) for a, b in scores),
+        "reference": name,
+        f"{name}, asked again": {
+            "cold": equality(tokens["cold"], tokens["cold again"]),
+            "largest_logprob_difference": _largest(reference["logprobs"], reference["logprobs again"]),
+        },
+        **{
+            other: {
+                **{way: equality(tokens[way], check["tokens"][way]) for way in tokens},
+                "cached_tokens": [reference["hits"], check["hits"]],
+                "positions_compared": len(reference["logprobs"]),
+                "largest_logprob_difference": _largest(reference["logprobs"], check["logprobs"]),
+            }
+            for other, check in others
+        },
     }
+
+
+def _largest(left: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))

@@ -248,8 +248,9 @@ class Session:
             "load_over_plain_copy": round(speed / self._record.found["plain_copies"]["host_to_device_gb_per_s"], 3),
             "cached_tokens": {way: sorted(values) for way, values in found.items()},
             "restored_and_device_same_tokens": worst_of_hits != float("inf"),
-            "largest_logprob_difference_restored_device": worst_of_hits,
-            "largest_logprob_difference_of_all": worst_of_all,
+            "largest_logprob_difference_restored_device": worst_of_hits if worst_of_hits != float("inf") else None,
+            # Computed in other chunks than a hit's single token: in bf16 a sum may round another way.
+            "computed_and_device_same_tokens": worst_of_all != float("inf"),
             **{f"tokens_{event}": counted(http, event) - before[event] for event in before},
         }
         self._record.note(f"{length}: {self._record.found['lengths'][str(length)]}")
