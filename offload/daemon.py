@@ -26,6 +26,7 @@ class DaemonSpec(NamedTuple):
     workers: int = 1  # ranks whose copies run at once
     l2: str | None = None  # redis://[user:password@]host:port
     redis_client: RedisClient = "valkey"
+    redis_timeout_s: float = 0.25  # of a valkey request, one a chunk; after it the chunk is missed
 
 
 def daemon_command(spec: DaemonSpec, program: str | None = None) -> list[str]:
@@ -67,10 +68,14 @@ def daemon_command(spec: DaemonSpec, program: str | None = None) -> list[str]:
     # Of all that observability brings we want the one event that says where a lookup found what.
     module = {"module_path": "offload.lmcache_tiers"}
     argv += ["--disable-metrics", "--disable-logging", "--server-module", orjson.dumps(module).decode()]
-    return [*argv, "--l2-adapter", orjson.dumps(redis_adapter(spec.l2, spec.redis_client)).decode()]
+    return [
+        *argv,
+        "--l2-adapter",
+        orjson.dumps(redis_adapter(spec.l2, spec.redis_client, spec.redis_timeout_s)).decode(),
+    ]
 
 
-def redis_adapter(url: str, client: RedisClient) -> dict[str, object]:
+def redis_adapter(url: str, client: RedisClient, timeout_s: float = 0.25) -> dict[str, object]:
     """LMCache's adapter for ``redis://[user:password@]host:port``. Raises OffloadError for anything else."""
     parts = urlsplit(url)
     try:
@@ -89,7 +94,7 @@ def redis_adapter(url: str, client: RedisClient) -> dict[str, object]:
     return {
         "type": "valkey",
         "startup_nodes": f"{parts.hostname}:{port}",
-        "request_timeout": 0.25,
+        "request_timeout": timeout_s,
         **login,
     }
 

@@ -170,7 +170,9 @@ class Bench:
             stack.callback(redis.kill)
             first = free_ports(2 * case.tp)
             specs = [
-                DaemonSpec("127.0.0.1", first + 2 * rank, first + 2 * rank + 1, CHUNK, 1.0, l2=redis.url)
+                DaemonSpec(
+                    "127.0.0.1", first + 2 * rank, first + 2 * rank + 1, CHUNK, 1.0, l2=redis.url, redis_timeout_s=10.0
+                )
                 for rank in range(case.tp)
             ]
             fields = patient(",".join(f"127.0.0.1:{spec.port}" for spec in specs), case.tp)
