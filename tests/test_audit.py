@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from agentserve.audit import AuditRow, Metrics, audit_rows, counters
 from agentserve.audit.rows import PATHS
 from agentserve.cli.audit import command
+from agentserve.runtime.server_facts import server_facts
 from agentserve.shapes.published import M3_CONFIG
 from offload.state import bytes_per_token, prefix_state_planes
 from tests.conftest import REPOSITORY
@@ -111,6 +112,41 @@ def test_aiter_wants_one_kv_head_a_rank() -> None:
         assert row.verdict == ("not proven" if eligible else "not eligible")
 
 
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [({"kv_cache_dtype": "fp8_e4m3"}, "is fp8_e4m3: Triton runs"), ({"enable_hisparse": True}, "HiSparse is on")],
+)
+def test_aiter_wants_the_pool_as_it_is(info: dict[str, Any], why: str) -> None:
+    row = audit({"device": "cuda", "tp_size": 8, **info}, environment={"SGLANG_USE_AITER": "1"}, device="rocm")
+    assert row["AITER sparse paged attention"].eligible is False
+    assert why in row["AITER sparse paged attention"].condition
+
+
+def test_kernels_are_credited_by_the_passes_that_they_ran_in() -> None:
+    text = (
+        'agentserve_sparse_attention_passes_total{kernel="msa",mode="decode"} 90\n'
+        'agentserve_sparse_attention_passes_total{kernel="triton",mode="extend"} 10\n'
+        'agentserve_quick_reduce_passes_total{mode="extend"} 4\n'
+    )
+    rows = audit({"device": "cuda", "tp_size": 8}, text)
+    name = "agentserve_sparse_attention_passes_total"
+    assert (rows["MSA kernel"].executed, rows["MSA kernel"].verdict) == (90, "runs")
+    assert rows["MSA kernel"].counter == f"of 100 passes ({name}: msa 90, triton 10)"
+    assert rows["AITER sparse paged attention"].executed == 0
+    assert (rows["quantized all-reduce"].executed, rows["quantized all-reduce"].verdict) == (4, "runs")
+    fell_back = {
+        "device": "cuda",
+        "page_size": 128,
+        **server_facts("sm_100", None, {}),
+        "agentserve_msa_installed": True,
+    }
+    only_triton = 'agentserve_sparse_attention_passes_total{kernel="triton",mode="decode"} 7\n'
+    assert audit(fell_back, only_triton)["MSA kernel"].verdict == "not executed"
+    # A server without us counts none of it.
+    for path in ("MSA kernel", "AITER sparse paged attention", "quantized all-reduce"):
+        assert audit({"device": "cuda", "tp_size": 8})[path].executed is None
+
+
 def quick_reduce(tp: int, codec: str = "INT4", **info: Any) -> AuditRow:
     environment = {"ROCM_QUICK_REDUCE_QUANTIZATION": codec, "SGLANG_M3_ALLOW_CUSTOM_AR": "1"}
     server = {"device": "cuda", "tp_size": tp, **info}
@@ -139,6 +175,11 @@ def test_a_configured_codec_does_not_reach_a_decode_message_of_1_5_mib() -> None
             {"device": "cuda", "page_size": 128, "attention_backend": "fa4", "kv_cache_dtype": "fp8_e4m3"},
             False,
             "is fp8_e4m3 with fa4",
+        ),
+        (
+            {"device": "cuda", "page_size": 128, "attention_backend": "fa4", "enable_hisparse": True},
+            False,
+            "HiSparse is on",
         ),
         ({"device": "cuda", "page_size": 128, "attention_backend": "fa4"}, None, "SM100"),
     ],

@@ -50,6 +50,8 @@ def _can_run_msa(facts: Facts) -> tuple[bool | None, str]:
         return False, f"needs an SM100 GPU (B200, B300), attention backend is {backend}: Triton runs instead"
     if facts.page_size != _MSA_BLOCK:
         return False, f"page size must be {_MSA_BLOCK}, is {facts.page_size}: Triton runs instead"
+    if facts.arg("enable_hisparse", False):
+        return False, "a pool that is not remapped, HiSparse is on: Triton runs instead"
     if topk is not None and topk not in _MSA_TOPK:
         return False, f"chosen blocks must be one of {_MSA_TOPK}, are {topk}: Triton runs instead"
     if kv_dtype == "fp8_e5m2" or (kv_dtype == "fp8_e4m3" and backend != "trtllm_mha"):
