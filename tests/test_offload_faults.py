@@ -27,7 +27,7 @@ from agentserve.launch.host import free_port
 from eval.bench.offload_rig import locks
 from offload.daemon import DaemonSpec
 from offload.settings import OffloadError, OffloadSettings
-from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, rows, same, slack, tensors, tokens_of, wait_until
+from tests.offload_lab import CHUNK, PAGE, Lab, fill, lab, put, rows, same, slack, tensors, tokens_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -350,6 +350,31 @@ def test_a_frozen_daemon_holds_stored_tokens_no_longer_than_the_deadline(bench: 
     # Whether the daemon stored other data under this key or nothing: it is never returned.
     if bench.found(request):
         assert bench.load(request) is None
+
+
+def test_what_a_load_continues_may_have_left_the_device_before_it_begins(bench: Lab) -> None:
+    """A request that was looked up waits for room, and what the device had of it is evicted meanwhile."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    ids, held = stored(bench)
+    total = free_tokens(bench)
+    slots = bench.take(512)
+    put(bench.pool, slots, [data[:512] for data in held])
+    bench.cache.insert(InsertParams(key=RadixKey(array("q", ids[:512]), None), value=slots, prev_prefix_len=0))
+    request = bench.request("overtaken", ids)
+    assert bench.found(request) == 1024
+    assert bench.cache._external_flows[request.rid].local_hit_tokens == 512
+    bench.cache.evict(EvictParams(num_tokens=512))
+    asked = SimpleNamespace(rid=request.rid, session=None)
+    match = bench.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", ids), None), req=asked))
+    assert (match.device_prefix_len, match.host_hit_length) == (0, 1024)
+    # The scheduler ends the server where a load brings some of what was promised, and takes none as a miss.
+    loaded, _ = bench.cache.init_load_back(
+        InitLoadBackParams(best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request)
+    )
+    assert loaded == 0
+    assert free_tokens(bench) == total
 
 
 def test_a_killed_daemon_is_given_up_at_once_and_used_again_when_it_is_back(bench: Lab, daemon: Daemon) -> None:
