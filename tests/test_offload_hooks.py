@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as 
 
 from agentserve.runtime import sglang_lmcache_draft, sglang_lmcache_pool, sglang_plugin  # noqa: E402
 from offload.settings import OffloadError  # noqa: E402
-from tests.offload_lab import m3_pool, tensors  # noqa: E402
+from tests.offload_lab import draft_pool, m3_pool, tensors  # noqa: E402
 
 CONNECTOR = inspect.getsource(connector)
 CACHE = inspect.getsource(cache)
@@ -147,6 +148,24 @@ def test_a_pool_with_a_tensor_nobody_knows_is_refused() -> None:
     pool.index_k_pool.scales = [torch.zeros(1024 + 128, 1)]
     with pytest.raises(OffloadError, match=r"index_k_pool\.scales is a tensor of \(1152, 1\)"):
         sglang_lmcache_pool.planes_of(pool)
+
+
+def test_a_draft_with_a_tensor_nobody_knows_is_refused(tmp_path: Path) -> None:
+    pool = m3_pool(1024)
+    draft = draft_pool(1024)
+    sglang_lmcache_pool.attach_draft(pool, sglang_lmcache_pool.Draft(draft, tmp_path))
+    assert len(sglang_lmcache_pool.planes_of(pool)) == 14
+    draft.scales = [torch.zeros(1024 + 128, 1)]
+    with pytest.raises(OffloadError, match=r"draft\.scales is a tensor of \(1152, 1\)"):
+        sglang_lmcache_pool.planes_of(pool)
+
+
+def test_a_pool_of_few_pages_and_many_layers_is_known() -> None:
+    """SGLang keeps tables of its buffers' addresses, here longer than there are pages."""
+    pool = m3_pool(256)
+    pool.main_pool._init_data_ptrs_and_strides()
+    assert len(pool.main_pool.data_ptrs) == 8 > 256 // 128 + 1
+    assert len(sglang_lmcache_pool.planes_of(pool)) == 12
 
 
 def test_index_keys_that_a_layer_lacks_are_missed() -> None:

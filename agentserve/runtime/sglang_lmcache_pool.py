@@ -16,6 +16,7 @@ from offload.settings import OffloadError, settings_from
 _SEALS = "agentserve_seals"  # attribute of the pool, set when LMCache asks for its tensors
 # Settings by environment that change K, V or the choice of blocks; ports and paths do not begin like this.
 _MODEL_VARIABLES = ("SGLANG_OPT_", "SGLANG_MINIMAX_", "SGLANG_DISABLE_M3_", "AGENTSERVE_INDEX_", "AGENTSERVE_EAGLE3")
+_TABLES = ("k_data_ptrs", "v_data_ptrs", "data_ptrs", "data_strides")  # addresses and strides: a row a buffer
 _DRAFT = "agentserve_draft"  # attribute of the target's pool: the pool of an EAGLE3 draft, in the same slots
 
 
@@ -73,7 +74,7 @@ def planes_of(pool: Any) -> list[Plane]:
             )
         planes += drafts
     known = {plane.tensor.data_ptr() for plane in planes} | {0}
-    for where, tensor in _tensors(pool):
+    for where, tensor in [*_tensors(pool), *(_tensors(draft.pool, "draft.") if draft is not None else ())]:
         if tensor.dim() and tensor.shape[0] >= slots // pool.page_size and tensor.data_ptr() not in known:
             raise OffloadError(
                 f"{type(pool).__name__}.{where} is a tensor of {tuple(tensor.shape)} that offload does not know: a "
@@ -176,7 +177,7 @@ def _buffers(name: str, pool: Any, attribute: str, first: int = 0) -> list[Plane
 def _tensors(pool: Any, path: str = "", depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors reachable from a pool's attributes, its sub-pools and lists included."""
     for name, value in vars(pool).items():
-        if name == _SEALS:
+        if name == _SEALS or name in _TABLES:
             continue
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         for item in values:
