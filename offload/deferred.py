@@ -37,12 +37,17 @@ class Deferred:
 class DeferredStores:
     """What waits, in the order it came.
 
+    Where memory is short, a prefix may be evicted before anybody has decided: then nothing waits for ``hurry_s``.
+
     Args:
         delay_s: between the end of a request and the decision.
+        hurry_s: how long after such a loss all is decided at once.
     """
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: float, *, hurry_s: float = 60.0) -> None:
         self._delay_s = delay_s
+        self._hurry_s = hurry_s
+        self._hurry_until = float("-inf")
         self._waiting: dict[str, Deferred] = {}
 
     def __len__(self) -> int:
@@ -64,7 +69,14 @@ class DeferredStores:
         """A request holds its prefix no longer; the clock starts."""
         item = self._waiting.get(request)
         if item is not None:
-            item.due = now + self._delay_s
+            item.due = now if now < self._hurry_until else now + self._delay_s
+
+    def lost(self, now: float) -> None:
+        """Something was evicted before its decision: decide at once for a while, what waits already, too."""
+        self._hurry_until = now + self._hurry_s
+        for item in self._waiting.values():
+            if item.due is not None:
+                item.due = min(item.due, now)
 
     def due(self, now: float) -> list[Deferred]:
         """Take out what is to be decided now."""

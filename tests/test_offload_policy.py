@@ -71,3 +71,21 @@ def test_a_request_that_goes_on_waits_again() -> None:
     waiting.clear()
     waiting.released("b", 6.0)
     assert not waiting.due(9.0)
+
+
+def test_after_something_was_evicted_before_its_decision_nothing_waits_for_a_while() -> None:
+    waiting = DeferredStores(1.0, hurry_s=60.0)
+    waiting.put(item("a", [1]))
+    waiting.put(item("b", [2], flow="g"))
+    waiting.put(item("c", [3], flow="h"))
+    waiting.released("a", now=5.0)
+    waiting.released("b", now=5.5)
+    assert [one.request for one in waiting.due(6.0)] == ["a"]
+    waiting.lost(now=6.0)
+    assert [one.request for one in waiting.due(6.0)] == ["b"]  # c still runs
+    waiting.released("c", now=7.0)
+    assert [one.request for one in waiting.due(7.0)] == ["c"]
+    waiting.put(item("d", [4]))
+    waiting.released("d", now=66.0)
+    assert not waiting.due(66.5)
+    assert [one.request for one in waiting.due(67.0)] == ["d"]

@@ -64,6 +64,8 @@ class PolicyOffloadCache(PolicyRadixCache, GuardedRadixCache):
         )
         tokens = max(item.start, min(here, worth.tokens // chunk * chunk))
         counters.not_stored("evicted", wanted - max(item.start, here))
+        if here < wanted:
+            self._deferred.lost(self.tree_core.now)
         counters.not_stored(worth.reason or "evicted", max(item.start, here) - tokens)
         if tokens <= item.start:
             return
