@@ -27,7 +27,7 @@ class Asked:
 
     Attributes:
         since: when it was asked first.
-        gone: whether the daemon that was asked is known to be dead; it holds no locks then.
+        gone: whether the daemon that was asked is known to be dead. What it had not read reaches its successor.
         key: what is to be unlocked once ``after`` are in; None where everything is loaded or unlocked already.
         after: answers outstanding.
     """
@@ -49,10 +49,11 @@ class Asked:
 
 
 class Due(NamedTuple):
-    """A request whose answers are in."""
+    """A request that nothing is waited for any more."""
 
     request: str
-    key: Any  # what to unlock before its session is ended; None: nothing
+    key: Any  # of a lookup to be read and unlocked before its session is ended; None: there is none
+    in_time: bool = True  # whether its locks may be taken off; else they have ended by themselves
 
 
 class OwedLocks:
@@ -78,16 +79,13 @@ class OwedLocks:
                 self._owed.popitem(last=False)
 
     def due(self) -> list[Due]:
-        """What can be settled now; those of a dead daemon are forgotten. They stay until ``done``."""
+        """What can be settled now. They stay until ``done``."""
         found = []
         with self._lock:
-            for request, asked in list(self._owed.items()):
-                if asked.gone():
-                    del self._owed[request]
-                elif self._clock() - asked.since > self._free_within_s:
-                    found.append(Due(request, None))
-                elif asked.answered:
-                    found.append(Due(request, asked.key))
+            for request, asked in self._owed.items():
+                in_time = self._clock() - asked.since <= self._free_within_s
+                if asked.answered or asked.gone() or not in_time:
+                    found.append(Due(request, asked.key, in_time))
         return found
 
     def unlocking(self, request: str, answer: Pending) -> None:

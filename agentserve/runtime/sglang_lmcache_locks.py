@@ -121,14 +121,18 @@ class LockConnector(DaemonConnector):
         self.settle_owed()
 
     def settle_owed(self) -> None:
-        """Give back the locks of requests that are over, and end their sessions. Stops at the first one that fails."""
+        """Give back the locks of requests that are over, and end their sessions. Stops at the first one that fails.
+
+        A daemon keeps a lookup until its answer is read, also one that was meant for its predecessor.
+        """
         with self._settling:  # an unlock that is sent twice takes another request's lock away
-            for request, key in self._owed.due():
+            for request, key, in_time in self._owed.due():
                 try:
                     if key is not None:
-                        # None: what it looked for is on its way from Redis, and nothing can be unlocked before.
-                        if self._req_client.query_prefetch_status(request).result(timeout=self._answer_s) is None:
-                            continue
+                        found = self._req_client.query_prefetch_status(request).result(timeout=self._answer_s)
+                        if found is None and in_time:
+                            continue  # it is on its way from Redis, and nothing can be unlocked before
+                    if key is not None and in_time:
                         unlock = self._req_client.free_lookup_locks(key, self.kv_world_size)
                         self._owed.unlocking(request, unlock)
                         unlock.result(timeout=self._answer_s)
