@@ -214,8 +214,8 @@ class Recipe(_Model):
         if self.offload.backend is not None:
             if self.radix.disable:
                 raise ValueError("offload needs the radix cache; drop it or radix.disable")
-            if self.eagle3.draft is not None and self.device != "cpu":
-                raise ValueError("EAGLE3 with offload has been tried on a CPU only; drop offload or eagle3")
+            if self.eagle3.draft is not None and self.device == "rocm":
+                raise ValueError("EAGLE3 with offload has been tried on a CPU and on CUDA only; drop offload or eagle3")
             if self.eagle3.draft is not None and self.eagle3.radix_keys == "pair":
                 raise ValueError("offload needs a radix tree keyed by tokens; drop it or eagle3.radix_keys")
         if self.watch and not self.metrics:

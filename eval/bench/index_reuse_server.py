@@ -13,7 +13,7 @@ from pathlib import Path
 from agentserve.checkpoint.config import TinyM3Shape
 from agentserve.runtime.index_reuse import IndexReuse
 from eval.bench.gpu_server import REAL, TINY, GpuServer
-from eval.bench.index_reuse_weights import FUSE_VARIABLE
+from eval.bench.index_reuse_weights import FIRST_VARIABLE, FUSE_VARIABLE
 
 _COUNTER = re.compile(r'^agentserve_index_(\w+)_total\{layer="(\d+)",mode="(\w+)"\} (\S+)', re.MULTILINE)
 
@@ -25,7 +25,8 @@ class Mode:
     Attributes:
         name: ``off``, ``shared`` (the selection only) or ``skipped`` (and no producers).
         fused: q, k, v and index projections are one product, as after loading a checkpoint. Unfused, the products
-            of ``shared`` and ``skipped`` are the same ones, so that their tokens must be equal bit for bit.
+            of ``shared`` and ``skipped`` are the same ones, and so are the configurations of SGLang's kernels, so that
+            their tokens must be equal bit for bit.
         separate_store: reusing layers norm and store in SGLang's two kernels instead of ours.
     """
 
@@ -38,7 +39,8 @@ class Mode:
 
     def environment(self, freq: int) -> dict[str, str]:
         reuse = IndexReuse(freq=freq, keep_producers=self.name == "shared", separate_store=self.separate_store)
-        return {FUSE_VARIABLE: "1" if self.fused else "0", **({} if self.name == "off" else reuse.environment())}
+        same = {FUSE_VARIABLE: "1" if self.fused else "0", FIRST_VARIABLE: "0" if self.fused else "1"}
+        return {**same, **({} if self.name == "off" else reuse.environment())}
 
 
 class BenchServer(GpuServer):

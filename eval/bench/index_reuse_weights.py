@@ -18,6 +18,9 @@ import torch
 
 GATE_VARIABLE = "AGENTSERVE_BENCH_GATE"  # a file; a process of the model waits until it exists
 FUSE_VARIABLE = "AGENTSERVE_BENCH_FUSE"  # "1": q, k, v and index projections as one product, as a checkpoint loads
+# "1": SGLang's Triton kernels take the first configuration that runs. They are timed in each process otherwise, and two
+# servers that pick different block sizes round differently, whatever else is equal.
+FIRST_VARIABLE = "AGENTSERVE_BENCH_FIRST_CONFIGURATION"
 STD = 0.02  # initializer_range of the published config
 # Gemma norms multiply by 1 + weight. With q and k 1.5 times their unit size a query attends to about 14 of its 2,048
 # keys instead of 750, so that which blocks it got matters.
@@ -34,6 +37,20 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", fill, HookType.REPLACE)
+    if os.environ.get(FIRST_VARIABLE) == "1":
+        _take_first_configurations()
+
+
+def _take_first_configurations() -> None:
+    """Every configuration that runs takes the same time, and of equal ones Triton (3.6) takes the first."""
+    from triton.runtime.autotuner import Autotuner
+
+    timed = Autotuner._bench
+
+    def untimed(self: Any, *args: Any, **kwargs: Any) -> list[float]:
+        return [seconds if seconds == float("inf") else 1.0 for seconds in timed(self, *args, **kwargs)]
+
+    Autotuner._bench = untimed
 
 
 @torch.no_grad()
