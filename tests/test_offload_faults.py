@@ -180,6 +180,7 @@ def test_a_drafts_keys_and_values_belong_to_a_prefix(
             request = again.request("lossy", ids)
             assert again.found(request) == 1024
             assert again.load(request) is None
+            assert again.connector.online  # the seals refused it, not the daemon
     for other in (drafts[1], None):
         with lab(settings, tiny_checkpoint, draft=other) as another:
             assert another.found(another.request("other", ids)) == 0
@@ -251,9 +252,11 @@ def test_pools_of_every_element_type_come_back_bit_for_bit_or_not_at_all(
             assert slots is not None
             assert same(rows(again.pool, slots), [row[:expected] for row in held])
         with losing(again, again.pool.index_k_pool.k_buffer[1]):
+            # The cases before this one used the same name for another prompt: their servers' ends ended it.
             request = again.request("lossy", ids)
             assert again.found(request) == 2048
             assert again.load(request) is None
+            assert again.connector.online  # the seals refused it, not the daemon
     # As many bytes of another type: SGLang allocates both kinds of FP8 as the same.
     other = torch.float16 if dtype == torch.bfloat16 else torch.float8_e5m2
     with lab(settings, tiny_checkpoint, dtype=other, index_dtype=index_dtype) as another:

@@ -90,6 +90,12 @@ class GuardedRadixCache(upstream.LMCacheUnifiedRadixCache):
             self.token_to_kv_pool_allocator.free(slots)
             self.lmcache_connector.counters.tokens("released", len(slots))
 
+    def shutdown(self) -> None:
+        # Ranks end on their own: what this one's daemon is done with is over, so that its session is ended, too. The
+        # next server may use the same names, and the daemon would take its prompts for the old ones.
+        self._quarantine.release(self._quarantine.ready())
+        super().shutdown()
+
     def has_pending_cache_operations(self) -> bool:
         # SGLang then neither flushes the pool nor counts the slots as leaked.
         return bool(len(self._quarantine)) or super().has_pending_cache_operations()
