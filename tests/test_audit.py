@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import re
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -281,7 +282,9 @@ def test_eagle3_says_whether_acceptance_was_real() -> None:
     info = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
     row = audit(info, text)["EAGLE3"]
     assert (row.executed, row.verdict) == (100, "runs")
-    assert "178 drafts accepted, 2.78 tokens a step, synthetic acceptance" in row.counter
+    assert row.counter.endswith("178 drafts accepted, 2.78 tokens a step, synthetic acceptance of 2.78")
+    real = text.replace("synthetic", "real").replace('"2.78"', '""')
+    assert audit(info, real)["EAGLE3"].counter.endswith("2.78 tokens a step, real acceptance")
     assert audit({**info, "speculative_eagle_topk": 4})["EAGLE3"].verdict == "not eligible"
     assert audit(info, "sglang:spec_verify_calls_total 7\n")["EAGLE3"].executed == 7
 
@@ -294,6 +297,10 @@ def test_what_hangs_on_an_unknown_checkpoint_stays_open() -> None:
 
 
 # --- a real server
+
+
+def rows_of(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line.count("│") == 6]
 
 
 @pytest.mark.server
@@ -323,6 +330,8 @@ def test_audit_of_a_real_server(tiny_server: TinyServer, tmp_path: Path) -> None
     table = CliRunner().invoke(command, [tiny_server.url + "/v1"], env={"COLUMNS": "160"})
     assert table.exit_code == 0, table.output
     assert "radix hit" in table.stdout
+    for name in (counters.CACHED_TOKENS, counters.ATTENTION_PASSES):  # whole, though folded
+        assert name in re.sub(r"[│\s]", "", "".join(line.split("│")[4] for line in rows_of(table.stdout)))
 
 
 # --- what cannot be audited
@@ -361,6 +370,9 @@ def test_text_that_is_no_metrics_names_its_source(stand_in: tuple[str, dict[str,
     url, pages = stand_in
     pages["/metrics"] = b"a_total 1\n"
     faulty = tmp_path / "before.txt"
+    faulty.write_text('{\n  "a": 1\n}\n')
+    result = CliRunner().invoke(command, [url, "--since", str(faulty)])
+    assert result.stderr == f"Error: {faulty}: not in the Prometheus text format\n"
     faulty.write_text("foo bar baz\n")
     result = CliRunner().invoke(command, [url, "--since", str(faulty)])
     assert result.exit_code == 1
@@ -368,6 +380,8 @@ def test_text_that_is_no_metrics_names_its_source(stand_in: tuple[str, dict[str,
     assert "pass --recipe too" in CliRunner().invoke(command, [url, "--set", "tp=2"]).stderr
     missing = ["--recipe", "tiny-cpu", "--set", "eagle3.draft=/no/draft"]
     assert "'/no/draft' does not exist" in CliRunner().invoke(command, [url, *missing]).stderr
+    astray = CliRunner().invoke(command, [url.removeprefix("http://") + "/astray"])
+    assert astray.stderr == f"Error: {url}/astray/server_info answers 404: is this the address of an SGLang server?\n"
     pages["/server_info"] = b"[]"
     assert "a JSON object was expected" in CliRunner().invoke(command, [url]).stderr
 

@@ -16,13 +16,14 @@ def audit_table(rows: Iterable[AuditRow]) -> Table:
     """The audit as a table: a path a row, and under each answer what it rests on."""
     table = Table(title="Fast paths: configured, eligible, executed", title_justify="left", show_lines=True)
     for title in ("path", "configured", "eligible", "executed", "verdict"):
-        table.add_column(title)
+        # Names of counters are longer than a column: folded, one can still be copied.
+        table.add_column(title, overflow="fold")
     for row in rows:
         executed = "-" if row.executed is None else f"{row.executed:,.0f}"
         table.add_row(
             row.path,
-            _cell(_word(row.configured), row.setting),
-            _cell(_word(row.eligible), row.condition),
+            _cell(f"{_word(row.configured)}:", row.setting),
+            _cell(f"{_word(row.eligible)}:", row.condition),
             _cell(executed, row.counter),
             f"[{_COLOURS[row.verdict]}]{row.verdict}[/]",
         )

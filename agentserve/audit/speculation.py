@@ -21,8 +21,9 @@ def eagle3(facts: Facts, metrics: Metrics) -> AuditRow:
     counter = f"verification steps ({SPECULATION_STEPS if ours else VERIFY_CALLS}"
     if ours:
         accepted = metrics.count(SPECULATION_ACCEPTED)
-        mode = metrics.labels(SPECULATION).get("mode", "real")
-        counter += f"): {accepted:,.0f} drafts accepted, {1 + accepted / ours:.2f} tokens a step, {mode} acceptance"
+        labels = metrics.labels(SPECULATION)
+        kind = f"{labels.get('mode', 'real')} acceptance" + (f" of {asked}" if (asked := labels.get("length")) else "")
+        counter += f"): {accepted:,.0f} drafts accepted, {1 + accepted / ours:.2f} tokens a step, {kind}"
     else:
         counter += ")"
     return AuditRow(

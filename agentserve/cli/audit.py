@@ -70,12 +70,18 @@ def command(
 
 def _ask(url: str, api_key: str | None) -> tuple[dict[str, Any], str]:
     """``/server_info`` and ``/metrics`` of the server."""
-    base = url.rstrip("/").removesuffix("/v1")
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with httpx.Client(base_url=base, headers=headers, timeout=30, trust_env=False, follow_redirects=True) as http:
             info = http.get("/server_info").raise_for_status().json()
             metrics = http.get("/metrics")
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        raise AuditError(
+            f"{base}/server_info answers {status}: "
+            + ("pass --api-key" if status in (401, 403) else "is this the address of an SGLang server?")
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise AuditError(f"{base}: no SGLang server answers /server_info ({error}); is it running there?") from None
     if not isinstance(info, dict):
@@ -92,7 +98,8 @@ def _metrics(text: str, source: str) -> Metrics:
     try:
         return Metrics.from_text(text)
     except ValueError as error:
-        raise AuditError(f"{source}: not in the Prometheus text format ({error})") from None
+        why = f" ({error})" if str(error) else ""
+        raise AuditError(f"{source}: not in the Prometheus text format{why}") from None
 
 
 def _launched(name: str | None, sets: tuple[str, ...]) -> tuple[Mapping[str, str] | None, Device | None, str | None]:
