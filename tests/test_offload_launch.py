@@ -40,12 +40,17 @@ def recipe(checkpoint: Path | str = "m3", **fields: Any) -> Recipe:
         ({"offload.load_deadline": 0}, "greater than 0"),
         ({"radix.disable": True}, "offload needs the radix cache"),
         ({"eagle3.draft": "draft", "eagle3.radix_keys": "pair"}, "needs a radix tree keyed by tokens"),
+        ({"eagle3.draft": "draft", "device": "rocm"}, "tried on a CPU and on CUDA only"),
         ({"extra_args": ["--enable-lmcache"]}, "set the field 'offload.backend' instead"),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message.replace("(", r"\(")):
         recipe(**fields)
+
+
+def test_a_draft_and_offload_go_together_on_cuda() -> None:
+    assert recipe(**{"eagle3.draft": "draft", "device": "cuda"}).offload.backend == "lmcache"
 
 
 def test_the_plan_carries_the_settings_and_nothing_without_offload(tiny_checkpoint: Path) -> None:
