@@ -61,8 +61,9 @@ class DraftSizes(BaseModel):
 def read_draft_sizes(config: Mapping[str, Any]) -> DraftSizes:
     """Sizes from a draft's parsed ``config.json``. Raises ShapeError naming each bad field."""
     given = {name: value for name, value in config.items() if value is not None}
-    if "head_dim" not in given and given.get("num_attention_heads"):
-        given["head_dim"] = int(given.get("hidden_size", 0)) // int(given["num_attention_heads"])
+    hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    if "head_dim" not in given and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        given["head_dim"] = hidden // heads
     try:
         return DraftSizes.model_validate(given)
     except ValidationError as error:
