@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentserve.shapes.linears import padded_rows, split, split_or_replicate
-from agentserve.shapes.model import ShapeError
+from agentserve.shapes.model import ShapeError, bad_fields
 
 _Positive = Annotated[int, Field(ge=1)]
 
@@ -67,11 +67,7 @@ def read_draft_sizes(config: Mapping[str, Any]) -> DraftSizes:
     try:
         return DraftSizes.model_validate(given)
     except ValidationError as error:
-        fields = "; ".join(
-            f"config field '{'.'.join(map(str, problem['loc']))}': {problem['msg'][0].lower()}{problem['msg'][1:]}"
-            for problem in error.errors()
-        )
-        raise ShapeError(f"EAGLE3 draft: {fields}; is it the config.json of an EAGLE3 draft?") from None
+        raise ShapeError(f"EAGLE3 draft: {bad_fields(error)}; is it the config.json of an EAGLE3 draft?") from None
 
 
 def draft_weight_bytes(sizes: DraftSizes, tp: int, element_bytes: int) -> int:

@@ -82,14 +82,17 @@ def read_sizes(config: Mapping[str, Any]) -> M3Sizes:
     try:
         return M3Sizes.model_validate(text)
     except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            field = ".".join(str(part) for part in problem["loc"])
-            text_of = problem["msg"].removeprefix("Value error, ")
-            lines.append(
-                f"config field '{field}': {text_of[0].lower()}{text_of[1:]}" if field else f"config: {text_of}"
-            )
-        raise ShapeError("; ".join(lines) + "; is it the config.json of a MiniMax-M3 checkpoint?") from None
+        raise ShapeError(f"{bad_fields(error)}; is it the config.json of a MiniMax-M3 checkpoint?") from None
+
+
+def bad_fields(error: ValidationError) -> str:
+    """What is wrong with each field of a config, in a line."""
+    lines = []
+    for problem in error.errors():
+        field = ".".join(str(part) for part in problem["loc"])
+        text = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"config field '{field}': {text[0].lower()}{text[1:]}" if field else f"config: {text}")
+    return "; ".join(lines)
 
 
 def _flagged(flags: list[int]) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ draft step weighs several times what it does beside 60 layers: the ratio is no f
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 from agentserve.runtime.speculation import SpeculationSettings, golden_length
 from eval.bench.eagle3_server import SpecServer
-from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt, take_turns
+from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt, python_path, take_turns
 from eval.bench.gpu_server import FEW_EXPERTS, REAL, TINY
 from eval.bench.index_reuse_summary import equality
 from tests.scripted_draft import enable, key_of, write_script
@@ -119,8 +118,7 @@ class Bench:
         folder = self._folder / str(place)
         path = plugin_path(folder / "path", "eagle3_bench", "eval.bench.eagle3_weights:register")
         environment = dict(enable(path, self._script)) if mode == "real" else {}
-        known = environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), known]))
+        environment["PYTHONPATH"] = python_path(path, environment.get("PYTHONPATH"))
         settings = {
             "off": None,
             "synthetic": SpeculationSettings(length=self._asked),

@@ -150,3 +150,8 @@ def plugin_path(folder: Path, name: str, function: str) -> Path:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {function}\n")
     return folder
+
+
+def python_path(first: Path, rest: str | None = None) -> str:
+    """``PYTHONPATH`` with a folder before ``rest``, or before what this process has."""
+    return os.pathsep.join(filter(None, [str(first), rest or os.environ.get("PYTHONPATH")]))

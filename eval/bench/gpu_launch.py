@@ -26,8 +26,10 @@ import yaml
 from agentserve.checkpoint.config import TinyM3Shape
 from agentserve.checkpoint.tiny import write_tiny_checkpoint
 from agentserve.checkpoint.tiny_eagle3 import TinyDraftShape, write_tiny_eagle3
-from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt
-from eval.bench.gpu_server import answers, free_ports
+from agentserve.launch.host import free_ports
+from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt, python_path
+from eval.bench.gpu_server import answers
+from eval.bench.offload_gpu_parts import LMCACHE
 from eval.bench.offload_restore import counted, difference, flush, generate
 
 SMALL = TinyM3Shape(
@@ -37,27 +39,25 @@ SMALL = TinyM3Shape(
 LENGTHS = (2_561, 5_121)  # whole chunks and one token
 # Paths that this launch asks for and that a GPU can take; the table has more.
 ASKED = ("index reuse", "index producer skip", "radix hit", "offload store", "offload load", "EAGLE3")
-_LMCACHE = f"#!{sys.executable}\nimport sys\nfrom lmcache.cli.main import main\nsys.exit(main())\n"
 
 
-def recipe(folder: Path, ports: list[int], *, cpu: bool, ranks: int) -> Path:
-    """Write checkpoints and the recipe that uses them."""
+def recipe(folder: Path, port: int, *, cpu: bool, ranks: int) -> Path:
+    """Write checkpoints and the recipe that uses them; the daemons' ports are those behind the server's."""
     shape = TinyM3Shape() if cpu else SMALL
     draft = TinyDraftShape(shape) if cpu else TinyDraftShape(shape, num_heads=16, num_kv_heads=8)
-    server, daemon, health = ports
     fields: dict[str, Any] = {
         "model": str(write_tiny_checkpoint(folder / "m3", shape=shape)),
         "device": "cpu" if cpu else "cuda",
         "dtype": shape.dtype,
         "tp": ranks,
-        "port": server,
+        "port": port,
         "page_size": 128,
         "kv": {"capacity_tokens": 32_768},
         "attention_backend": "torch_native" if cpu else "triton",
         "index_reuse": "freq:4",
         "eagle3": {"draft": str(write_tiny_eagle3(folder / "draft", shape=draft))},
         "radix": {"policy": "gittins"},
-        "offload": {"backend": "lmcache", "port": daemon, "http_port": health, "memory_gb": 1.0},
+        "offload": {"backend": "lmcache", "port": port + 1, "http_port": port + 2, "memory_gb": 1.0},
     }
     if not cpu:
         fields["extra_args"] = ["--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "1"]
@@ -93,20 +93,20 @@ def main() -> None:
     parser = options(__doc__, budget_s=200)
     chosen = parser.parse_args()
     record = Record("eval.bench.gpu_launch", out_file(f"launch-tp{chosen.ranks}.json"), chosen.budget)
-    ports = free_ports(3) if chosen.ranks == 1 else [(first := free_ports(1)[0]), first + 10, first + 20]
+    port = free_ports(1 + 2 * chosen.ranks)
     vocabulary = (TinyM3Shape() if chosen.cpu else SMALL).vocab_size
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
-        path, log = recipe(folder, ports, cpu=chosen.cpu, ranks=chosen.ranks), folder / "server.log"
+        path, log = recipe(folder, port, cpu=chosen.cpu, ranks=chosen.ranks), folder / "server.log"
         programs = folder / "bin"  # where nothing is installed LMCache has no script
         programs.mkdir()
-        (programs / "lmcache").write_text(_LMCACHE)
+        (programs / "lmcache").write_text(f"#!{sys.executable}\n{LMCACHE}\n")
         (programs / "lmcache").chmod(stat.S_IRWXU)
         weights = plugin_path(folder / "path", "eagle3_bench", "eval.bench.eagle3_weights:register")
         env = {**os.environ, "PATH": f"{os.environ['PATH']}:{programs}"}
         if not chosen.cpu:
-            env["PYTHONPATH"] = os.pathsep.join([str(weights), os.environ.get("PYTHONPATH", "")])
-        url, cli = f"http://127.0.0.1:{ports[0]}", [sys.executable, "-c", "from agentserve.cli import main; main()"]
+            env["PYTHONPATH"] = python_path(weights)
+        url, cli = f"http://127.0.0.1:{port}", [sys.executable, "-c", "from agentserve.cli import main; main()"]
         with (folder / "launch.log").open("wb") as out:
             launched = subprocess.Popen([*cli, "launch", str(path), "--log", str(log)], env=env, stdout=out, stderr=out)
         try:
@@ -121,7 +121,9 @@ def main() -> None:
             audited = subprocess.run(
                 [*cli, "audit", url, "--json"], env=env, capture_output=True, text=True, timeout=60
             )
-            record.found["audit"] = json.loads(audited.stdout) if audited.returncode == 0 else audited.stderr[-2000:]
+            if audited.returncode:
+                raise SystemExit(f"the audit failed: {audited.stderr[-2000:]}")
+            record.found["audit"] = json.loads(audited.stdout)
             record.note("audited")
         finally:
             launched.send_signal(signal.SIGINT)

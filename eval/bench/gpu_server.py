@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentserve.checkpoint.config import TinyM3Shape
-from eval.bench.gpu_frame import plugin_path
+from eval.bench.gpu_frame import plugin_path, python_path
 from eval.bench.index_reuse_weights import FUSE_VARIABLE, GATE_VARIABLE
 
 # MiniMax-M3's published sizes; six of its 60 layers, which is what one GPU holds in bf16 beside the KV cache.
@@ -78,7 +78,7 @@ class GpuServer:
                 env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
             # On a GPU machine gpu_run.sh has put it on the path.
             own = plugin_path(folder / "weights", "bench_weights", "eval.bench.index_reuse_weights:register")
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(own), env.get("PYTHONPATH")]))
+            env["PYTHONPATH"] = python_path(own, env.get("PYTHONPATH"))
         self._process = subprocess.Popen(
             argv, env=env, stdout=self._log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -30,7 +30,7 @@ import httpx
 from agentserve.checkpoint.tiny_eagle3 import TinyDraftShape
 from agentserve.runtime.speculation import SpeculationSettings
 from eval.bench.eagle3_server import REAL_DRAFT, draft_options
-from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt
+from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt, python_path
 from eval.bench.gpu_server import REAL, TINY, GpuServer, free_ports
 from eval.bench.offload_gpu_parts import CHUNK, Daemon, plain_copies, state_bytes, write_checkpoint
 from eval.bench.offload_restore import WAYS, counted, difference, flush, generate
@@ -81,8 +81,7 @@ class OffloadServer(GpuServer):
             options += draft_options(draft, DRAFTS, cpu=served.cpu)
             environment |= SpeculationSettings(layers=shape.capture_layers).environment()
             weights = plugin_path(folder / "path", "eagle3_bench", "eval.bench.eagle3_weights:register")
-            known = os.environ.get("PYTHONPATH", "")
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(weights), known]))
+            environment["PYTHONPATH"] = python_path(weights)
         super().__init__(
             folder, served.checkpoint, options, environment, cpu=served.cpu, ranks=served.ranks, name="offloading"
         )

@@ -18,7 +18,8 @@ from offload.daemon import DaemonSpec, daemon_command
 from offload.state import prefix_state_planes
 
 PAGE, CHUNK = 128, 256
-_LMCACHE = "import sys; from lmcache.cli.main import main; sys.exit(main())"
+# The program where nothing is installed.
+LMCACHE = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -55,7 +56,7 @@ class Daemon:
 
     def __init__(self, log: Path, port: int, http_port: int, *, memory_gb: float) -> None:
         spec = DaemonSpec("127.0.0.1", port, http_port, CHUNK, memory_gb)
-        argv = [sys.executable, "-c", _LMCACHE, *daemon_command(spec, program="lmcache")[1:]]
+        argv = [sys.executable, "-c", LMCACHE, *daemon_command(spec, program="lmcache")[1:]]
         env = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "OMP_NUM_THREADS": "1"}
         env.pop("LMCACHE_CONFIG_FILE", None)
         self._health, self._log = f"http://127.0.0.1:{http_port}/healthcheck", log
