@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eval.bench.index_reuse_server import pace_of
-from eval.bench.index_reuse_summary import compare, equality, saving, summary
+from eval.bench.index_reuse_server import chosen_configurations, pace_of
+from eval.bench.index_reuse_summary import chosen_otherwise, compare, equality, saving, summary
 
 
 def test_pace_counts_only_while_the_whole_batch_decodes() -> None:
@@ -53,8 +53,14 @@ def test_equality_says_where_answers_part() -> None:
     }
     tokens = {"cold": [[1, 2]], "cold again": [[1, 3]]}
     checks = {
-        "shared": {"tokens": tokens, "hits": 3, "logprobs": [-0.1, -0.2], "logprobs again": [-0.1, -0.21]},
-        "skipped": {"tokens": tokens, "hits": 3, "logprobs": [-0.1, -0.25]},
+        "shared": {
+            "tokens": tokens,
+            "hits": 3,
+            "logprobs": [-0.1, -0.2],
+            "logprobs again": [-0.1, -0.21],
+            "configurations": {},
+        },
+        "skipped": {"tokens": tokens, "hits": 3, "logprobs": [-0.1, -0.25], "configurations": {}},
     }
     found = compare(checks)
     assert found["shared, asked again"]["largest_logprob_difference"] == pytest.approx(0.01)
@@ -62,3 +68,33 @@ def test_equality_says_where_answers_part() -> None:
     assert found["skipped"]["largest_logprob_difference"] == pytest.approx(0.05)
     assert found["skipped"]["cold"]["equal"] == 1
     assert compare({}) == {}
+
+
+def test_chosen_configurations_are_read_from_a_log_and_compared() -> None:
+    log = (
+        "Autotuning kernel score with config num_warps: 4\n"
+        "Triton autotuning for function score,\nwith key as (128, 'torch.bfloat16'),\nfinished after 0.31s,\n"
+        "best config selected: BLOCK: 64, num_warps: 4, maxnreg: None;\n"
+        "[2026] a line of the server\n"
+        "Triton autotuning for function topk,\nwith key as (16,),\nfinished after 0.02s,\n"
+        "best config selected: num_warps: 8;\n"
+    )
+    score, topk = "score (128, 'torch.bfloat16')", "topk (16,)"
+    chosen = chosen_configurations(log)
+    assert chosen == {score: ["BLOCK: 64, num_warps: 4, maxnreg: None"], topk: ["num_warps: 8"]}
+    assert chosen_otherwise(chosen, chosen) == {"kernels": 2, "other": {}, "in_one_only": []}
+    other = {score: ["BLOCK: 64, num_warps: 8, maxnreg: None"]}
+    assert chosen_otherwise(chosen, other) == {
+        "kernels": 1, "other": {score: [chosen[score], other[score]]}, "in_one_only": [topk],
+    }  # fmt: skip
+
+
+def test_triton_still_says_what_it_chose() -> None:
+    """The words that are looked for, in the installed version."""
+    import inspect
+
+    from triton.runtime import autotuner
+
+    source = inspect.getsource(autotuner)
+    assert "Triton autotuning for function {self.base_fn.__name__},\\nwith key as {key},\\n" in source
+    assert "finished after {self.bench_time:.2f}s,\\nbest config selected: {self.best_config};" in source

@@ -93,9 +93,13 @@ class GpuServer:
             return
         raise RuntimeError(f"the {self.name} server did not get ready; its last lines:\n{self.tail()}")
 
+    def log(self) -> str:
+        """All it has written so far."""
+        return self._log.read_text(errors="replace")
+
     def tail(self) -> str:
         """The last lines of its log."""
-        return self._log.read_text(errors="replace")[-3000:]
+        return self.log()[-3000:]
 
     def generate(self, prompts: list[list[int]], new_tokens: int, **options: Any) -> tuple[float, list[dict[str, Any]]]:
         """Greedy generation of one batch; seconds and SGLang's answers."""

@@ -4,7 +4,8 @@ Servers of three modes take turns (off, selection shared, selection shared and p
 layers of MiniMax-M3's real shapes with random weights. Timed are the prefill of a cold prompt, and the time per output
 token of a cached one while the whole batch decodes. Beside the times stand the executed counters of the same servers.
 ``--part equality`` compares greedy tokens and log-probabilities of servers whose matrix products are the same ones, so
-that skipping the producers, or storing in one kernel, changes no bit where the machine repeats its own. ``--part deep``
+that skipping the producers, or storing in one kernel, changes no bit where the machine repeats its own; SGLang's Triton
+kernels take their first configuration in it, in ``--part equality-timed`` the one that is fastest. ``--part deep``
 times decoding alone on a model of 24 sparse layers with fewer experts, which tells what a layer saves several times
 more sharply. ``--part long`` is the batch of eight longest prompts, which mostly takes time to prefill.
 
@@ -30,12 +31,15 @@ COMPARED = (
     Mode("shared", fused=False), Mode("skipped", fused=False), Mode("skipped", fused=False, separate_store=True),
     Mode("shared", fused=False),
 )  # fmt: skip
+# As in serving: what they chose is recorded, so that a difference can be laid to it.
+COMPARED_TIMED = tuple(replace(mode, timed=True) for mode in COMPARED)
 DEEP_TIMED = (Mode("shared"), Mode("skipped"), Mode("off"), Mode("skipped"), Mode("shared"))
 LONG_TIMED = (Mode("off"), Mode("shared"), Mode("skipped"))
 PARTS = {
-    "time": TIMED, "equality": COMPARED, "all": (*TIMED, *COMPARED), "deep": DEEP_TIMED, "long": LONG_TIMED,
+    "time": TIMED, "equality": COMPARED, "equality-timed": COMPARED_TIMED, "all": (*TIMED, *COMPARED),
+    "deep": DEEP_TIMED, "long": LONG_TIMED,
 }  # fmt: skip
-SHAPES = {"deep": DEEP, "equality": FEW_EXPERTS}
+SHAPES = {"deep": DEEP, "equality": FEW_EXPERTS, "equality-timed": FEW_EXPERTS}
 START_S = 17.0  # of a server that has imported everything and waits at its gate
 BATCHES = (1, 8)
 
@@ -99,7 +103,8 @@ class Bench:
     def _use(self, mode: Mode, server: BenchServer, place: int) -> None:
         if not mode.fused:
             name = str(mode) if str(mode) not in self._checks else f"{mode}, once more"
-            self._checks[name] = check(server, self._prompts(self._lengths[0], 8), 32, 512)
+            found = check(server, self._prompts(self._lengths[0], 8), 32, 512)
+            self._checks[name] = {**found, "configurations": server.configurations()}
             self._note_executed(server)
             return
         if self._part in ("deep", "long"):

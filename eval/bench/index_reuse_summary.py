@@ -98,8 +98,9 @@ def compare(checks: Mapping[str, Any]) -> dict[str, Any]:
     """The first server's answers against its own second ones and against every other server's.
 
     Args:
-        checks: server -> ``tokens`` (by way of asking), ``logprobs`` and ``hits``; the first one also has the ways
-            ``cold again`` and the ``logprobs again``, which tell what of a difference is the machine's.
+        checks: server -> ``tokens`` (by way of asking), ``logprobs``, ``hits`` and ``configurations`` (kernel -> what
+            it chose); the first one also has the ways ``cold again`` and the ``logprobs again``, which tell what of a
+            difference is the machine's.
     """
     if not checks:
         return {}
@@ -117,9 +118,20 @@ def compare(checks: Mapping[str, Any]) -> dict[str, Any]:
                 "cached_tokens": [reference["hits"], check["hits"]],
                 "positions_compared": len(reference["logprobs"]),
                 "largest_logprob_difference": _largest(reference["logprobs"], check["logprobs"]),
+                "configurations": chosen_otherwise(reference["configurations"], check["configurations"]),
             }
             for other, check in others
         },
+    }
+
+
+def chosen_otherwise(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """How many kernels chose a configuration in both servers, and those that chose another one (kernel -> both)."""
+    both = sorted(reference.keys() & other.keys())
+    return {
+        "kernels": len(both),
+        "other": {kernel: [reference[kernel], other[kernel]] for kernel in both if reference[kernel] != other[kernel]},
+        "in_one_only": sorted(reference.keys() ^ other.keys()),
     }
 
 
