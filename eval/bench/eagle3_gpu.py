@@ -14,7 +14,9 @@ another order; it therefore scores each answer: how far, in nats, each token's l
 choice at that place. A right verification is as close to it as its own answers are.
 
 A six-layer model has a tenth of M3's decoder beside a whole LM head, and the draft a whole LM head of its own, so a
-draft step weighs several times what it does beside 60 layers: the ratio is no forecast for M3's.
+draft step weighs several times what it does beside 60 layers: the ratio is no forecast for M3's. ``--part deep`` is
+``speed`` on 24 sparse layers with 16 experts each: there the draft weighs a quarter of that, while a verification reads
+fewer experts than it would of 128 (four rows of four experts each, of 16).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 from agentserve.runtime.speculation import SpeculationSettings, golden_length
 from eval.bench.eagle3_server import SpecServer
 from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt, python_path, take_turns
-from eval.bench.gpu_server import FEW_EXPERTS, REAL, TINY
+from eval.bench.gpu_server import DEEP, FEW_EXPERTS, REAL, TINY
 from eval.bench.index_reuse_summary import equality
 from tests.scripted_draft import enable, key_of, write_script
 
@@ -35,8 +37,10 @@ DRAFTS = 3
 ANSWER = 32  # tokens that are compared and scored
 PARTS = {
     "speed": ("off", "synthetic", "off", "synthetic"),
+    "deep": ("off", "synthetic", "off", "synthetic"),
     "verify": ("off", "real", "off"),
 }
+SHAPES = {"speed": REAL, "deep": DEEP, "verify": FEW_EXPERTS}
 
 
 def acceptance(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class Bench:
         self._part, self._record = part, record
         self._cpu, self._graphs, self._ranks = cpu, graphs, ranks
         self._folder = Path(tempfile.mkdtemp(prefix="eagle3-"))
-        self._shape = TINY if cpu else REAL if part == "speed" else FEW_EXPERTS
+        self._shape = TINY if cpu else SHAPES[part]
         self._length, self._new = (600, 65) if cpu else (8_000, 1025)
         self._batches = (1, 2) if cpu else (1, 8)
         self._asked = golden_length(DRAFTS)
@@ -101,12 +105,13 @@ class Bench:
         self._first: list[int] = []
         record.found |= {
             "drafts": DRAFTS, "asked_length": self._asked, "prompt_tokens": self._length, "cuda_graphs": graphs,
-            "ranks": ranks, "experts": self._shape.num_experts, "cells": self._cells, "counters": [],
+            "ranks": ranks, "experts": self._shape.num_experts, "layers": self._shape.num_layers,
+            "cells": self._cells, "counters": [],
         }  # fmt: skip
 
     def run(self) -> None:
         """Everything; raises what a server raises, with all found so far on disk."""
-        use = self._measure if self._part == "speed" else self._verify
+        use = self._verify if self._part == "verify" else self._measure
         take_turns(PARTS[self._part], self._start, use, self._record, ahead_s=70, save=self._save, failed=self._failed)
 
     def _failed(self, mode: str) -> None:

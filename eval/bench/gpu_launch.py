@@ -41,7 +41,7 @@ LENGTHS = (2_561, 5_121)  # whole chunks and one token
 ASKED = ("index reuse", "index producer skip", "radix hit", "offload store", "offload load", "EAGLE3")
 
 
-def recipe(folder: Path, port: int, *, cpu: bool, ranks: int) -> Path:
+def recipe(folder: Path, port: int, *, cpu: bool, ranks: int, kv_dtype: str) -> Path:
     """Write checkpoints and the recipe that uses them; the daemons' ports are those behind the server's."""
     shape = TinyM3Shape() if cpu else SMALL
     draft = TinyDraftShape(shape) if cpu else TinyDraftShape(shape, num_heads=16, num_kv_heads=8)
@@ -52,7 +52,7 @@ def recipe(folder: Path, port: int, *, cpu: bool, ranks: int) -> Path:
         "tp": ranks,
         "port": port,
         "page_size": 128,
-        "kv": {"capacity_tokens": 32_768},
+        "kv": {"capacity_tokens": 32_768, "dtype": kv_dtype},
         "attention_backend": "torch_native" if cpu else "triton",
         "index_reuse": "freq:4",
         "eagle3": {"draft": str(write_tiny_eagle3(folder / "draft", shape=draft))},
@@ -91,13 +91,16 @@ def ask(http: httpx.Client, vocabulary: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = options(__doc__, budget_s=200)
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of K and V")
     chosen = parser.parse_args()
-    record = Record("eval.bench.gpu_launch", out_file(f"launch-tp{chosen.ranks}.json"), chosen.budget)
+    asked = ASKED if chosen.kv_dtype == "auto" else (*ASKED, "FP8 K/V")
+    name = f"launch-tp{chosen.ranks}{'' if chosen.kv_dtype == 'auto' else '-fp8'}.json"
+    record = Record("eval.bench.gpu_launch", out_file(name), chosen.budget, kv_dtype=chosen.kv_dtype)
     port = free_ports(1 + 2 * chosen.ranks)
     vocabulary = (TinyM3Shape() if chosen.cpu else SMALL).vocab_size
-    with tempfile.TemporaryDirectory(prefix="launch-") as name:
-        folder = Path(name)
-        path, log = recipe(folder, port, cpu=chosen.cpu, ranks=chosen.ranks), folder / "server.log"
+    with tempfile.TemporaryDirectory(prefix="launch-") as temporary:
+        folder, log = Path(temporary), Path(temporary) / "server.log"
+        path = recipe(folder, port, cpu=chosen.cpu, ranks=chosen.ranks, kv_dtype=chosen.kv_dtype)
         programs = folder / "bin"  # where nothing is installed LMCache has no script
         programs.mkdir()
         (programs / "lmcache").write_text(f"#!{sys.executable}\n{LMCACHE}\n")
@@ -132,7 +135,7 @@ def main() -> None:
             record.save()
             record.show()
     rows = {row["path"]: row for row in record.found["audit"]}
-    good = all(rows[path]["executed"] for path in ASKED)
+    good = all(rows[path]["executed"] for path in asked)
     good = good and all(row["restored"] > 0 and row["restored_as_device"] for row in record.found["prompts"])
     sys.exit(0 if good else 1)
 
