@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eval.bench.index_reuse_server import chosen_configurations, pace_of
+from eval.bench.gpu_server import chosen_configurations
+from eval.bench.index_reuse_server import pace_of
 from eval.bench.index_reuse_summary import chosen_otherwise, compare, equality, saving, summary
 
 

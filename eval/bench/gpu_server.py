@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,6 +37,11 @@ FEW_EXPERTS = replace(REAL, num_experts=16)  # loads in a fraction of the time, 
 TINY = TinyM3Shape(dtype="float32")
 
 IDLE_MEGABYTES = 8_000  # of GPU memory; a stopped server's is free again below that
+# What Triton (3.6) prints with TRITON_PRINT_AUTOTUNING=1 once a kernel has its configuration for a key.
+_CHOICE = re.compile(
+    r"Triton autotuning for function (\w+),\s+with key as (\([^\n]*\)),\s+finished after \S+,\s+"
+    r"best config selected: ([^;]*);"
+)
 _CPU_OPTIONS = ("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sleep-on-idle")
 _GPU_OPTIONS = (
     "--dtype", "bfloat16", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled",
@@ -71,7 +77,8 @@ class GpuServer:
         ]  # fmt: skip
         if ranks > 1:  # SGLang's own all-reduce would map memory by multicast, which not every shared machine allows
             argv += ["--tp-size", str(ranks), "--disable-custom-all-reduce"]
-        env = {**os.environ, FUSE_VARIABLE: "1", **environment, GATE_VARIABLE: str(self.gate)}
+        said = {"TRITON_PRINT_AUTOTUNING": "1", "PYTHONUNBUFFERED": "1"}  # read by configurations()
+        env = {**os.environ, FUSE_VARIABLE: "1", **said, **environment, GATE_VARIABLE: str(self.gate)}
         if cpu:
             env |= {"SGLANG_PLATFORM": "agentserve_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
             if ranks > 1:
@@ -100,6 +107,10 @@ class GpuServer:
     def tail(self) -> str:
         """The last lines of its log."""
         return self.log()[-3000:]
+
+    def configurations(self) -> dict[str, list[str]]:
+        """What SGLang's Triton kernels chose so far, ``{kernel and key: one configuration a rank}``."""
+        return chosen_configurations(self.log())
 
     def generate(self, prompts: list[list[int]], new_tokens: int, **options: Any) -> tuple[float, list[dict[str, Any]]]:
         """Greedy generation of one batch; seconds and SGLang's answers."""
@@ -138,6 +149,14 @@ class GpuServer:
             if _gpu_megabytes() < IDLE_MEGABYTES:
                 return
             time.sleep(0.5)
+
+
+def chosen_configurations(log: str) -> dict[str, list[str]]:
+    """Read from a server's log what Triton wrote there, ``{kernel and key: configurations, sorted}``."""
+    found: dict[str, list[str]] = {}
+    for kernel, key, configuration in _CHOICE.findall(log):
+        found.setdefault(f"{kernel} {key}", []).append(configuration)
+    return {kernel: sorted(found[kernel]) for kernel in sorted(found)}
 
 
 def answers(url: str, process: subprocess.Popen[bytes], timeout_s: float) -> bool:

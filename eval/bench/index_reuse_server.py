@@ -15,11 +15,6 @@ from agentserve.runtime.index_reuse import IndexReuse
 from eval.bench.gpu_server import REAL, TINY, GpuServer
 from eval.bench.index_reuse_weights import FIRST_VARIABLE, FUSE_VARIABLE
 
-# What Triton (3.6) prints with TRITON_PRINT_AUTOTUNING=1 once a kernel has its configuration for a key.
-_CHOICE = re.compile(
-    r"Triton autotuning for function (\w+),\s+with key as (\([^\n]*\)),\s+finished after \S+,\s+"
-    r"best config selected: ([^;]*);"
-)
 _COUNTER = re.compile(r'^agentserve_index_(\w+)_total\{layer="(\d+)",mode="(\w+)"\} (\S+)', re.MULTILINE)
 
 
@@ -48,7 +43,6 @@ class Mode:
         reuse = IndexReuse(freq=freq, keep_producers=self.name == "shared", separate_store=self.separate_store)
         first = not self.fused and not self.timed
         same = {FUSE_VARIABLE: "1" if self.fused else "0", FIRST_VARIABLE: "1" if first else "0"}
-        same |= {"TRITON_PRINT_AUTOTUNING": "1", "PYTHONUNBUFFERED": "1"}
         return {**same, **({} if self.name == "off" else reuse.environment())}
 
 
@@ -104,10 +98,6 @@ class BenchServer(GpuServer):
         body = {"output_dir": str(folder), "num_steps": steps, "activities": ["CPU" if self._cpu else "GPU"]}
         self.post("/start_profile", body, timeout_s=60)
 
-    def configurations(self) -> dict[str, list[str]]:
-        """What SGLang's Triton kernels chose so far, ``{kernel and key: one configuration a rank}``."""
-        return chosen_configurations(self.log())
-
     def executed(self) -> dict[str, dict[str, dict[str, int]]]:
         """Executed counters, ``{mode: {event: {layer: passes}}}``; empty where the server has no hooks of ours."""
         for _ in range(3):  # a pass publishes what an earlier one copied from the device, at most once a second
@@ -117,14 +107,6 @@ class BenchServer(GpuServer):
         for event, layer, mode, value in _COUNTER.findall(self.metrics()):
             counts.setdefault(mode, {}).setdefault(event, {})[layer] = int(float(value))
         return counts
-
-
-def chosen_configurations(log: str) -> dict[str, list[str]]:
-    """Read from a server's log what Triton wrote there, ``{kernel and key: configurations, sorted}``."""
-    found: dict[str, list[str]] = {}
-    for kernel, key, configuration in _CHOICE.findall(log):
-        found.setdefault(f"{kernel} {key}", []).append(configuration)
-    return {kernel: sorted(found[kernel]) for kernel in sorted(found)}
 
 
 def pace_of(arrivals: Mapping[int, Sequence[tuple[float, int]]]) -> float:

@@ -32,6 +32,7 @@ from agentserve.runtime.speculation import SpeculationSettings
 from eval.bench.eagle3_server import REAL_DRAFT, draft_options
 from eval.bench.gpu_frame import Record, options, out_file, plugin_path, prompt, python_path
 from eval.bench.gpu_server import REAL, TINY, GpuServer, free_ports
+from eval.bench.index_reuse_summary import chosen_otherwise
 from eval.bench.offload_gpu_parts import CHUNK, Daemon, plain_copies, state_bytes, write_checkpoint
 from eval.bench.offload_restore import WAYS, counted, difference, flush, generate
 from offload.lmcache_copies import cuda_copies_problem
@@ -171,11 +172,13 @@ class Session:
                 following = self._start("second")  # imports meanwhile, and waits at its gate
                 for length in self._lengths:
                     self._measure(http, length)
+            chosen = server.configurations()
             server.stop()
             if self._record.left() > (60 if self._cpu else 90):
                 self._open(following)
                 with httpx.Client(base_url=following.url, timeout=120, trust_env=False) as http:
                     self._after_restart(http)
+                self._record.found["configurations"] = chosen_otherwise(chosen, following.configurations())
         except (RuntimeError, OSError, httpx.HTTPError) as error:
             tails = {"daemon": self._daemons[0].tail(), "server": server.tail()}
             raise RuntimeError(
@@ -255,15 +258,30 @@ class Session:
         self._record.note(f"{length}: {self._record.found['lengths'][str(length)]}")
 
     def _after_restart(self, http: httpx.Client) -> None:
-        """Each last prompt, restored by a server that never computed it, against the first server's answer."""
-        generate(http, self._prompt(1024, -2))
-        self._record.found["after_engine_restart"] = [
-            {"tokens": where(answer), "seconds_to_first_token": round(seconds, 4),
-             "largest_logprob_difference": difference([known, answer])}
-            for ids, known in self._answers
-            for seconds, answer in (generate(http, ids),)
-        ]  # fmt: skip
-        self._record.note(f"after restart: {self._record.found['after_engine_restart']}")
+        """Each last prompt, restored twice by a server that never computed it, against the first server's answer.
+
+        First a prompt that is only hit on the device, twice: the first hit chooses the configurations of its kernels.
+        """
+        hits = [generate(http, self._prompt(CHUNK * 4 + 1, -2))[1] for _ in range(3)][1:]
+        self._record.found["first_hit_against_second"] = difference(hits)
+        self._record.found["after_engine_restart"] = restored = []
+        for ids, known in self._answers:
+            seconds, answer = generate(http, ids)
+            flush(http)
+            _, again = generate(http, ids)
+            restored.append({
+                "tokens": where(answer), "seconds_to_first_token": round(seconds, 4),
+                "largest_logprob_difference": difference([known, answer]),
+                "again": {"tokens": where(again), "largest_logprob_difference": difference([answer, again])},
+                "log_probabilities": [
+                    [step[:2] for step in given["meta_info"]["output_token_logprobs"]]
+                    for given in (known, answer, again)
+                ],
+            })  # fmt: skip
+        self._record.found["after_engine_restart_counted"] = {
+            event: counted(http, event) for event in ("restored", "verified", "refused")
+        }
+        self._record.note(f"after restart: {restored}")
 
 
 def good(result: dict[str, Any]) -> bool:
