@@ -78,6 +78,7 @@ class NaiveCache:
         *,
         truncate: bool = True,
         insert_output: bool = True,
+        spare: int = 0,
         host_capacity: int = 0,
         host_policy: EvictionPolicy | None = None,
         host_takes_all: bool = False,
@@ -87,7 +88,7 @@ class NaiveCache:
         global_ids: bool = False,
     ) -> None:
         self.page, self.capacity, self.policy = page, capacity, policy
-        self.truncate, self.insert_output = truncate, insert_output
+        self.truncate, self.insert_output, self.spare = truncate, insert_output, spare
         self.host_capacity, self.host_policy, self.host_takes_all = host_capacity, host_policy, host_takes_all
         self.gaps = copy.deepcopy(_NOTHING_SEEN)
         self.requests: list[Request] = []
@@ -146,10 +147,13 @@ class NaiveCache:
         if matched:
             matched[-1].pins += 1
             self._cut(matched[-1])
-        need = total - len(matched)
+        need, spare = total - len(matched), self.spare
         held = sum(self.running.values())
-        while self.capacity - len(self.pages) - held < need:
-            self._evict(need - (self.capacity - len(self.pages) - held))
+        while (free := self.capacity - len(self.pages) - held) < need + spare:
+            if free >= need and not self._evictable():
+                spare = free - need
+                break
+            self._evict()
         if matched:
             matched[-1].pins -= 1
         for name in request.prompt[len(matched) : limit]:
@@ -161,7 +165,7 @@ class NaiveCache:
             page.hits += 1
         before = len(self.pages)
         self._insert(request.prompt, number)
-        self.running[number] = total - len(matched) - (len(self.pages) - before)
+        self.running[number] = need + spare - (len(self.pages) - before)
         if request.prompt:
             self.pages[request.prompt[-1]].pins += 1
         flow.path = request.prompt
@@ -293,10 +297,13 @@ class NaiveCache:
                 return self.starts[newest] + self.elapsed[number] - self.elapsed[newest]
         return math.inf
 
-    def _evict(self, wanted: int) -> None:
-        leaves = [p for p in self.pages.values() if not p.device_children and not p.pins]
+    def _evictable(self) -> list[Page]:
+        return [p for p in self.pages.values() if not p.device_children and not p.pins]
+
+    def _evict(self) -> None:
         victim = min(
-            leaves, key=lambda p: self._score(self.policy, p, 1 if self.truncate else len(self._radix_node(p)))
+            self._evictable(),
+            key=lambda p: self._score(self.policy, p, 1 if self.truncate else len(self._radix_node(p))),
         )
         for page in [victim] if self.truncate else self._radix_node(victim):
             assert not page.pins, "a running request lost a page"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +18,9 @@ import yaml
 from click.testing import CliRunner
 
 from agentserve.cli.launch import command
-from agentserve.launch.demo import free_run_directory, replay_arguments
+from agentserve.launch.demo import DemoServer, free_run_directory, replay_arguments
 from agentserve.launch.host import free_port
+from agentserve.launch.recipe import Recipe, RecipeError, find_recipe, load_recipe
 from tests.test_launch_preflight import write_checkpoint
 
 pytestmark = pytest.mark.timeout(400)
@@ -173,3 +176,39 @@ def test_demo_replays_at_most_as_many_sessions_at_once_as_there_are() -> None:
     recorded = replay_arguments(Path("t.json"), 9, Path("out"), "http://h:1")
     assert recorded[0] == "t.json"
     assert recorded[recorded.index("--sessions") + 1] == "9"
+
+
+@pytest.mark.parametrize("capacity", [4_608, 65_536])
+def test_demo_shows_the_launch_that_it_does(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it prints, given to ``agentserve launch``, is the same server."""
+    served = DemoServer(Path("m3"), 31_000, 31_001, capacity, "gittins", "gate:0.9")
+    done = load_recipe(find_recipe("tiny-cpu"), served.overrides())
+    seen: list[Recipe] = []
+
+    def look(recipe: Recipe) -> None:
+        seen.append(recipe)
+        raise RecipeError("seen")
+
+    monkeypatch.setattr("agentserve.cli.launch.preflight", look)
+    assert CliRunner().invoke(command, served.arguments()).exit_code == 2
+    assert seen == [done]
+    assert done.kv.capacity_tokens == capacity
+    assert (done.context_length is None) == (capacity > 32_768)
+
+
+def test_demo_explains_what_short_memory_costs(tmp_path: Path) -> None:
+    """The README's first command, with fewer sessions: real server, replay, cache events, report."""
+    run = tmp_path / "demo"
+    done = subprocess.run(
+        [sys.executable, "-c", "from agentserve.cli import main; main()", "demo", "--sessions", "3",
+         "--capacity", "1536", "--out", str(run), "--checkpoint", str(tmp_path / "m3")],
+        capture_output=True, text=True, cwd=tmp_path, timeout=380,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "warning: kv.capacity" not in done.stderr
+    report = json.loads((run / "report.json").read_text())
+    causes = {row["cause"]: row["tokens"] for row in report["attribution"]["causes"]}
+    assert causes["evicted"] > 0
+    assert causes["unexplained"] == 0
+    (compare,) = re.findall(r"^  agentserve (compare .*)$", done.stderr, re.MULTILINE)
+    assert compare == f"compare {run} {run}-2"

@@ -65,6 +65,7 @@ def naive_hits(
         policy,
         truncate=setting.truncate,
         insert_output=setting.insert_output,
+        spare=setting.spare_pages,
         host_capacity=setting.host_capacity // workload.page_size,
         host_policy=eviction_policy(setting.host_policy),
         host_takes_all=setting.host_takes_all,
@@ -192,12 +193,13 @@ MATCH_SPLITS_A_NODE: Sessions = [
     clients=st.integers(1, 4),
     truncate=st.booleans(),
     insert_output=st.booleans(),
+    spare_pages=st.integers(0, 2),
 )
-@example(sessions=MATCH_SPLITS_A_NODE, capacity=14, clients=4, truncate=False, insert_output=True)
+@example(sessions=MATCH_SPLITS_A_NODE, capacity=14, clients=4, truncate=False, insert_output=True, spare_pages=0)
 @SEARCH
 @pytest.mark.timeout(0 if EXAMPLES else 1800)
 def test_same_hits_as_page_by_page(
-    sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool
+    sessions: Sessions, capacity: int, clients: int, truncate: bool, insert_output: bool, spare_pages: int
 ) -> None:
     workload = build(sessions)
     for policy in POLICIES:
@@ -208,6 +210,7 @@ def test_same_hits_as_page_by_page(
             service=Service.FIXED,
             truncate=truncate,
             insert_output=insert_output,
+            spare_pages=spare_pages,
         )
         assert_same(sessions, workload, setting)
 

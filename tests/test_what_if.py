@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,10 @@ Simulated = tuple[RunHeader, list[RequestRecord], KvEvents]
 def simulated_run(of_live: float | None, seed: int = 1) -> Simulated:
     """A run that the simulator played: eight generated sessions, subagents among them; None: nothing is evicted."""
     workload = workload_from_sessions(open_trace(f"generated:sessions=8,seed={seed}"), page_size=PAGE)
-    base = Setting(sessions=CLIENTS, think_cap=60.0, truncate=False)
+    base = Setting(sessions=CLIENTS, think_cap=60.0, truncate=False, spare_pages=1)  # as a server
     live = simulate(workload, base).mean_context
     capacity = UNBOUNDED if of_live is None else int(of_live * live)
-    setting = Setting(sessions=CLIENTS, think_cap=60.0, truncate=False, capacity=capacity)
-    outcome = simulate(workload, setting, log_evictions=True)
+    outcome = simulate(workload, replace(base, capacity=capacity), log_evictions=True)
     return as_run(workload, outcome, explain(workload, outcome), seconds=True)
 
 
@@ -83,13 +83,18 @@ def test_the_workload_is_the_run_that_was_recorded(events: bool) -> None:
     assert again.hit_tokens == sum(r.cached_tokens or 0 for r in records)
 
 
-def test_a_run_under_pressure_is_simulated_close_to_what_it_was() -> None:
-    found = asked(simulated_run(0.85))
-    assert found.simulated_rate is not None
-    assert found.realized_rate is not None
-    assert found.theoretical_rate - found.realized_rate > 0.05  # memory was short
-    assert abs(found.simulated_rate - found.realized_rate) < 0.02
-    assert not found.notes
+def test_runs_under_pressure_are_simulated_close_to_what_they_were() -> None:
+    """A duration that was recorded holds the wait for memory, so the simulator rather hits too little."""
+    errors = []
+    for seed in (1, 2, 3):
+        found = asked(simulated_run(0.85, seed), seconds=2.0)  # enough for its own setting, which comes first
+        assert found.simulated_rate is not None
+        assert found.realized_rate is not None
+        assert found.theoretical_rate - found.realized_rate > 0.05  # memory was short
+        errors.append(found.simulated_rate - found.realized_rate)
+        assert bool(found.notes) == (abs(errors[-1]) > 0.02)
+    assert all(-0.04 < error < 0.01 for error in errors)
+    assert abs(sum(errors) / len(errors)) < 0.02
 
 
 def test_answers_keep_the_order_that_must_hold() -> None:

@@ -13,12 +13,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentserve.checkpoint.folder import CheckpointFolderError
-from agentserve.launch.demo import GENERATED_TRACE, demo_overrides, free_run_directory, replay_arguments
-from agentserve.launch.host import free_port
-from agentserve.launch.plan import make_plan
+from agentserve.launch.demo import (
+    CAPACITY,
+    GENERATED_TRACE,
+    RECORDED_CAPACITY,
+    DemoServer,
+    free_run_directory,
+    replay_arguments,
+)
+from agentserve.launch.host import free_ports
+from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.preflight import preflight
 from agentserve.launch.process import ServerError, ServerProcess
-from agentserve.launch.recipe import find_recipe, load_recipe
+from agentserve.launch.recipe import RecipeError, find_recipe, load_recipe
 from agentserve.launch.show import print_findings, starting
 from traces.model import TraceError
 from traces.readers.base import resolve_format
@@ -32,16 +39,31 @@ from traces.readers.base import resolve_format
 @click.option("--out", type=click.Path(path_type=Path), default="runs/demo", show_default=True, help="Run directory.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), default=".cache/tiny-m3", show_default=True,
               help="Tiny M3; written if it is not there.")  # fmt: skip
-def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> None:
+@click.option("--capacity", type=click.IntRange(min=1), help="Tokens of KV cache.  "
+              f"[default: {CAPACITY}, too few for all; {RECORDED_CAPACITY} for a recorded trace]")  # fmt: skip
+@click.option("--policy", help="Eviction policy of ours, e.g. gittins, in place of SGLang's lru.")
+@click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
+def command(
+    sessions: int,
+    trace: Path | None,
+    out: Path,
+    checkpoint: Path,
+    capacity: int | None,
+    policy: str | None,
+    admission: str | None,
+) -> None:
     """Launch a tiny random MiniMax-M3 on this CPU, replay coding sessions and report the hit rate.
 
-    The three steps are the commands `launch`, `replay` and `report`; they are shown as they run.
+    The three steps are the commands `launch`, `replay` and `report`; they are shown as they run. The server has less
+    memory than the sessions want, and the report says what that cost.
     """
     from agentserve.cli.replay import command as replay
     from agentserve.cli.report import command as report
 
     began = time.monotonic()
     console = Console(stderr=True, highlight=False)
+    if admission is not None and policy is None:
+        raise click.UsageError("--admission needs --policy; --policy lru keeps SGLang's order")
     try:
         resolve_format(str(trace) if trace is not None else GENERATED_TRACE)
     except TraceError as error:  # before a minute of waiting for the server
@@ -55,16 +77,25 @@ def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> N
             raise click.ClickException(f"--checkpoint: {error}") from None
         console.print(escape(f"wrote a tiny random MiniMax-M3 to {checkpoint}"))
     out = free_run_directory(out)
-    recipe = load_recipe(find_recipe("tiny-cpu"), demo_overrides(free_port(), checkpoint))
+    default = CAPACITY if trace is None else RECORDED_CAPACITY
+    port = free_ports(2)
+    served = DemoServer(checkpoint, port, port + 1, default if capacity is None else capacity, policy, admission)
+    try:
+        recipe = load_recipe(find_recipe("tiny-cpu"), served.overrides())
+    except RecipeError as error:
+        raise click.ClickException(str(error)) from None
     checked = preflight(recipe)
     print_findings(console, checked)
     if not checked.ok:
         sys.exit(2)
-    plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path.cwd())
+    try:
+        plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path.cwd())
+    except PlanError as error:
+        raise click.ClickException(str(error)) from None
     compiling = _compile_simulator()
     try:
         with ServerProcess(plan, out.with_name(f"{out.name}-server.log")) as server:
-            _announce(console, ["launch", "tiny-cpu", "--model", str(checkpoint), "--port", str(recipe.port)])
+            _announce(console, ["launch", *served.arguments()])
             with starting(console, server.log) as progress:
                 seconds = server.wait_ready(600.0, progress)
             console.print(f"ready after {seconds:.0f} s: {plan.url}")
@@ -80,6 +111,12 @@ def command(sessions: int, trace: Path | None, out: Path, checkpoint: Path) -> N
         compiling.terminate()
     _announce(console, ["report", str(out)])
     report.main([str(out)], standalone_mode=False)
+    if policy is None and trace is None:
+        again = ["--sessions", str(sessions), "--capacity", str(served.capacity), "--checkpoint", str(checkpoint)]
+        again += ["--policy", "gittins", "--admission", "gate:0.9", "--out", str(out)]
+        console.print("Next, the same under another policy, and both side by side:")
+        for arguments in (["demo", *again], ["compare", str(out), str(free_run_directory(out))]):
+            console.print(f"  agentserve {escape(shlex.join(arguments))}", soft_wrap=True)
     console.print(f"demo took {time.monotonic() - began:.0f} s; the server is stopped")
     sys.exit(code or 0)
 

@@ -160,6 +160,7 @@ CACHE = np.dtype(
         ("used", "i8"),  # pages in the tree
         ("reserved", "i8"),  # pages of running requests outside the tree
         ("promised", "i8"),  # pages of all running requests, shared ones counted each time
+        ("spare", "i8"),  # pages that a running request takes beside its own, where there is room
         ("page", "i8"),  # tokens per page
         ("truncate", "i8"),
         ("insert_output", "i8"),

@@ -58,6 +58,9 @@ class Setting:
     decode_speed: float = 80.0
     truncate: bool = True  # False: evict whole radix nodes
     insert_output: bool = True
+    # Pages that a running request takes beside those of its prompt and answer, where there is room. SGLang 0.5.23 frees
+    # one more than a prefill or a step can need (mem_cache/allocation.py), which counts where pages are few.
+    spare_pages: int = 0
     host_capacity: int = 0
     host_policy: str = "lru"
     host_takes_all: bool = False  # False: what may be asked for again, by the rule of ``radix_cache.admission.host``
@@ -112,6 +115,7 @@ def _simulate(
         return _simulate_sequence(workload, setting, sequence, progress), 0
     cache = new_cache(workload, setting.capacity, policy, setting, future)
     cache.keep_log(log_room)
+    cache.record["spare"] = setting.spare_pages
     host = cache
     if setting.write_through and setting.host_capacity:
         host = new_cache(workload, setting.host_capacity, host_policy, setting, future)
@@ -136,6 +140,7 @@ def _sequence(workload: Workload, setting: Setting, future: Future) -> Sequence 
         setting.sessions == 1
         and setting.policy in ("lru", "belady")
         and setting.truncate
+        and setting.spare_pages == 0
         and setting.host_capacity == 0
         and _admits_all(admission_policy(setting.admission))
         and is_sequence(workload)
@@ -205,6 +210,8 @@ def _check(setting: Setting, page: int) -> None:
         raise ValueError("prefill, decode and restore speed must be above 0 tokens per second")
     if setting.think_cap < 0 or math.isnan(setting.think_cap):
         raise ValueError(f"the cap on think times must be 0 or more seconds, got {setting.think_cap}")
+    if setting.spare_pages < 0:
+        raise ValueError(f"spare pages must be 0 or more, got {setting.spare_pages}")
     if setting.host_capacity < 0:
         raise ValueError(f"the host capacity must be 0 or more tokens, got {setting.host_capacity}")
 

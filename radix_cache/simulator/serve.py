@@ -93,7 +93,7 @@ def note_shared_use(c: Any, request: int) -> None:
 
 @core
 def start(c: Any, request: int) -> bool:
-    """Begin a request: match, make room, insert the prompt, hold pages for the answer.
+    """Begin a request: match, make room, insert the prompt, hold pages for the answer and the spare ones.
 
     False when it must wait until running requests free memory; nothing has changed then. A request larger than
     the cache is rejected: it hits nothing and leaves nothing.
@@ -113,10 +113,14 @@ def start(c: Any, request: int) -> bool:
     need = total - hit
     # Cheap and sufficient first. A prompt that is cached to its last token holds one page twice: it is computed
     # again because its logits are needed.
-    if c.promised + total + 1 > c.capacity:
-        held = pinned_pages(c, frontier)
-        if c.reserved + held + need > c.capacity:
+    spare = c.spare
+    if c.promised + total + spare + 1 > c.capacity:
+        room = c.capacity - c.reserved - pinned_pages(c, frontier) - need
+        if room < 0:
             return False
+        spare = min(spare, room)
+    total += spare
+    need += spare
     flow = flow_at(c, r.flow)
     flow.context = r.prompt + r.output
     flow.newest = request

@@ -101,6 +101,7 @@ def what_if(
         sessions=header.concurrency,
         service=Service.FIXED,
         truncate=not serving.whole_nodes,
+        spare_pages=1,
     )
     progress("compiling (first use takes a minute)", 0, 0)
     warm_up(own)
