@@ -123,6 +123,8 @@ def test_latency_by_hand() -> None:
     assert rows["tpot", "all"].requests == 2  # one output token has no TPOT
     assert rows["tpot", "all"].max == pytest.approx(2.0 / 4)
     assert rows["client_lag", "all"].max == 4.0
+    assert not any(metric == "queue" for metric, _ in rows)  # no server said
+    assert "queue" not in report.latency_definitions
     assert report.throughput.wall_s == pytest.approx(4.5)
     assert report.throughput.output_tokens_per_s == pytest.approx(11 / 4.5)
     assert report.goodput is not None
@@ -131,6 +133,14 @@ def test_latency_by_hand() -> None:
         ("hit >= 50 %", 1, 1),
         ("hit < 50 %", 2, 1),
     ]
+
+
+def test_time_in_the_servers_queue_is_shown_where_it_was_told() -> None:
+    told = [r if r.error else r.model_copy(update={"queued_s": 0.1 * (i + 1)}) for i, r in enumerate(SMALL)]
+    report = summarize(header(), told, FINISHED)
+    (row,) = (row for row in report.latency if (row.metric, row.group) == ("queue", "all"))
+    assert (row.requests, row.p50) == (3, pytest.approx(0.2))
+    assert report.latency_definitions["queue"].startswith("Queue: ")
 
 
 def test_a_request_without_count_leaves_theory_too() -> None:

@@ -34,6 +34,10 @@ def run_replay(server: TinyServer, out: Path, **settings: object) -> list[Reques
     for record in records:
         assert record.prompt_tokens_reported == record.prompt_tokens
         assert record.output_tokens == record.output_tokens_wanted
+        # SGLang 0.5.23 says how long a request was queued, and that is part of its time to first token.
+        assert record.queued_s is not None
+        assert record.first_token_s is not None
+        assert 0 <= record.queued_s <= record.first_token_s - record.sent_s
     return records
 
 

@@ -83,18 +83,23 @@ def test_the_workload_is_the_run_that_was_recorded(events: bool) -> None:
     assert again.hit_tokens == sum(r.cached_tokens or 0 for r in records)
 
 
-def test_runs_under_pressure_are_simulated_close_to_what_they_were() -> None:
-    """A duration that was recorded holds the wait for memory, so the simulator rather hits too little."""
-    errors = []
+@pytest.mark.parametrize("of_live", [0.7, 0.85, 1.0])
+def test_runs_under_pressure_are_simulated_as_they_were(of_live: float) -> None:
+    """Seen: within 0.5 points. Where the server does not say how long a request was queued: up to 8 too few."""
+    blind = []
     for seed in (1, 2, 3):
-        found = asked(simulated_run(0.85, seed), seconds=2.0)  # enough for its own setting, which comes first
+        head, records, kv = run = simulated_run(of_live, seed)
+        found = asked(run, seconds=2.0)  # enough for its own setting, which comes first
         assert found.simulated_rate is not None
         assert found.realized_rate is not None
         assert found.theoretical_rate - found.realized_rate > 0.05  # memory was short
-        errors.append(found.simulated_rate - found.realized_rate)
-        assert bool(found.notes) == (abs(errors[-1]) > 0.02)
-    assert all(-0.04 < error < 0.01 for error in errors)
-    assert abs(sum(errors) / len(errors)) < 0.02
+        assert abs(found.simulated_rate - found.realized_rate) < 0.01
+        assert not found.notes
+        untold = asked((head, [r.model_copy(update={"queued_s": None}) for r in records], kv), seconds=2.0)
+        assert untold.simulated_rate is not None
+        blind.append(abs(untold.simulated_rate - found.realized_rate))
+        assert bool(untold.notes) == (blind[-1] > 0.02)
+    assert 0.003 < max(blind) < 0.1
 
 
 def test_answers_keep_the_order_that_must_hold() -> None:

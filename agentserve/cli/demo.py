@@ -113,7 +113,7 @@ def command(
     report.main([str(out)], standalone_mode=False)
     if policy is None and trace is None:
         again = ["--sessions", str(sessions), "--capacity", str(served.capacity), "--checkpoint", str(checkpoint)]
-        again += ["--policy", "gittins", "--admission", "gate:0.9", "--out", str(out)]
+        again += ["--policy", "gittins", "--out", str(out)]
         console.print("Next, the same under another policy, and both side by side:")
         for arguments in (["demo", *again], ["compare", str(out), str(free_run_directory(out))]):
             console.print(f"  agentserve {escape(shlex.join(arguments))}", soft_wrap=True)

@@ -76,6 +76,7 @@ def as_run(
             RequestRecord(
                 session=key[0], flow=key[1], turn=key[2], ready_s=ready, sent_s=ready,
                 first_token_s=min(first_token, done), done_s=done, think_s=_waited(workload, outcome, number, clock),
+                queued_s=start - ready if seconds else None,
                 prompt_tokens=int(request["prompt"]), prompt_tokens_reported=int(request["prompt"]),
                 output_tokens_wanted=max(1, int(request["output"])), output_tokens=max(1, int(request["output"])),
                 cached_tokens=int(fate["hit"]), session_lcp=best, session_output_lcp=best, shared_lcp=best,

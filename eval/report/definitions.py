@@ -149,6 +149,12 @@ def e2e(record: RequestRecord) -> float | None:
     return record.done_s - record.sent_s
 
 
+def queue(record: RequestRecord) -> float | None:
+    """Queue: from the server's queue to its first pass, in seconds, as the server said: for memory, for a step that
+    another request runs, and for admission. Part of the time to first token."""
+    return record.queued_s
+
+
 def client_lag(record: RequestRecord) -> float | None:
     """Client lag: from the moment the request was due (previous end + think time) to sending it, in seconds.
     It is the replayer's own delay, not the server's."""
@@ -164,7 +170,9 @@ class Metric(NamedTuple):
 TTFT = Metric("ttft", "TTFT", ttft)
 TPOT = Metric("tpot", "TPOT", tpot)
 E2E = Metric("e2e", "E2E", e2e)
+QUEUE = Metric("queue", "queue", queue)
 CLIENT_LAG = Metric("client_lag", "client lag", client_lag)
+LATENCIES = (TTFT, QUEUE, TPOT, E2E, CLIENT_LAG)
 
 HIT_SPLIT = 0.5  # hit fraction of a prompt that parts the "mostly hit" latencies from the others
 

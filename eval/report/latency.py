@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from eval.report.definitions import CLIENT_LAG, E2E, TPOT, TTFT, Metric, definition, mostly_hit, tpot, ttft
+from eval.report.definitions import CLIENT_LAG, LATENCIES, Metric, definition, mostly_hit, tpot, ttft
 from eval.report.schema import Goodput, GoodputGroup, Latency, Throughput
 from traces.replay.record import RequestRecord
 
@@ -24,11 +24,13 @@ def latencies(completed: Sequence[RequestRecord]) -> list[Latency]:
     mostly = [r for r in completed if mostly_hit(r) is True]
     barely = [r for r in completed if mostly_hit(r) is False]
     rows: list[Latency] = []
-    for metric in (TTFT, TPOT, E2E):
+    for metric in LATENCIES:
         rows += _latency(metric, "all", completed)
+        if metric is CLIENT_LAG:  # what hits has no part in it
+            continue
         rows += _latency(metric, "hit >= 50 %", mostly)
         rows += _latency(metric, "hit < 50 %", barely)
-    return rows + _latency(CLIENT_LAG, "all", completed)
+    return rows
 
 
 def _latency(

@@ -95,6 +95,8 @@ def summarize(
         )
     population = _population(completed)
     speed = throughput(records, completed)
+    measured = latencies(completed)
+    queues = any(row.metric == d.QUEUE.key for row in measured)  # not every server tells
     return Report(
         run=run_info(header),
         data_set=data_set(header),
@@ -111,9 +113,9 @@ def summarize(
             else None
         ),
         tiers=_tiers(population.compared),
-        latency=latencies(completed),
+        latency=measured,
         latency_definitions={
-            **{m.key: d.definition(m.seconds) for m in (d.TTFT, d.TPOT, d.E2E, d.CLIENT_LAG)},
+            **{m.key: d.definition(m.seconds) for m in d.LATENCIES if m is not d.QUEUE or queues},
             "groups": d.definition(d.mostly_hit),
         },
         throughput=speed,

@@ -313,6 +313,7 @@ class Engine:
             cached_storage=outcome.cached_storage,
             offload=outcome.offload,
             held_s=outcome.held_s,
+            queued_s=outcome.queued_s,
             accepted_drafts=outcome.accepted_drafts,
             recorded_stop=request.turn.stop.value,
             finish_reason=outcome.finish_reason,

@@ -129,6 +129,8 @@ class RequestRecord(_Model):
     cached_storage: int | None = None
     offload: OffloadAnswer | None = None  # None: no such tier, or it was not asked
     held_s: float | None = None  # seconds that agentserve's admission held it back; None: not at all
+    # Seconds in the server's queue before its first pass, admission's hold included; None: the server does not say.
+    queued_s: float | None = None
     # speculation: verification steps by the number of drafts accepted, from 0; None where there was no step. The last
     # step can accept beyond the end of the output.
     accepted_drafts: list[int] | None = None

@@ -29,9 +29,10 @@ SATURATED = 5e-4  # a cache of which no larger one brings more than this
 
 DEFINITION = (
     "Simulated on this run's own requests: sessions in the order in which they began, as many at once, each turn after"
-    " the wait and with the duration that it had. A hit does not shorten a request here, so throughput is not"
-    " predicted. Gain: points of hit rate against this run's own setting in the same simulator. Worth: how much more"
-    " memory under this run's policy brings as much."
+    " the wait and with the duration that it had (a wait in the server's queue counts as the former where the server"
+    " tells it). A hit does not shorten a request here, so throughput is not predicted. Gain: points of hit rate"
+    " against this run's own setting in the same simulator. Worth: how much more memory under this run's policy brings"
+    " as much."
 )
 
 

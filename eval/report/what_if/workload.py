@@ -168,13 +168,16 @@ def _place(main: Sequence[RequestRecord], turns: Sequence[RequestRecord]) -> tup
 
 
 def _turn(record: RequestRecord, path: Path, pairs: int) -> TurnSpec:
+    # In the server's queue a request holds no memory: that is part of the wait before it. Where the server does not
+    # say, the duration holds that wait.
+    queued = min(record.queued_s or 0.0, record.done_s - record.sent_s)
     return TurnSpec(
         prompt_tokens=record.prompt_tokens - pairs,
         output_tokens=record.output_tokens,
         pages=_numbers(path.prompt),
         answer=_numbers(path.answer),
-        think_s=max(0.0, record.think_s + record.sent_s - record.ready_s),
-        service_s=max(0.0, record.done_s - record.sent_s),
+        think_s=max(0.0, record.think_s + record.sent_s - record.ready_s + queued),
+        service_s=max(0.0, record.done_s - record.sent_s - queued),
         stop=_STOPS.get(record.recorded_stop, Stop.UNKNOWN),
     )
 

@@ -63,6 +63,7 @@ class Outcome:
     accepted_drafts: list[int] | None = None  # verification steps by accepted drafts; None where nothing was drafted
     offload: OffloadAnswer | None = None  # as in the record
     held_s: float | None = None
+    queued_s: float | None = None
     finish_reason: str | None = None
     error: RequestError | None = None
 

@@ -176,6 +176,8 @@ def _take_chunk(data: str, outcome: Outcome, ids: list[int]) -> RequestError | N
             ids.extend(new)
         outcome.prompt_tokens = int(meta["prompt_tokens"])
         outcome.cached_tokens = meta.get("cached_tokens")
+        queued = meta.get("queue_time")  # servers with metrics say it (srt/observability/req_time_stats.py, 0.5.23)
+        outcome.queued_s = None if queued is None else max(0.0, float(queued))
         outcome.accepted_drafts = meta.get("spec_correct_drafts_histogram")
         details = meta.get("cached_tokens_details") or {}
         for facts in meta.get(FACTS) or ():
