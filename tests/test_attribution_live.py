@@ -241,10 +241,13 @@ def test_lost_batches_make_no_false_causes(
 
 @pytest.mark.server
 def test_evictions_on_the_real_server_are_explained(small_server: TinyServer, tmp_path: Path) -> None:
-    """A cache of 32 pages under four sessions: most of the gap is evicted, and nothing is unexplained."""
+    """A cache of 32 pages under four sessions: most of the gap is evicted, and nothing is unexplained.
+
+    How much is evicted hangs on how the sessions meet. Seen: 15,488 to 19,200 tokens beside 4,892 of page alignment.
+    """
     config = ReplayConfig(
-        trace="generated:preset=tiny,sessions=5,seed=5", out=tmp_path / "run", url=small_server.url,
-        think="none", concurrency=4, max_turns=5, max_output=4,
+        trace="generated:preset=tiny,sessions=8,seed=5", out=tmp_path / "run", url=small_server.url,
+        think="none", concurrency=4, max_turns=8, max_output=4,
     )  # fmt: skip
     assert replay(config).status == "finished"
     run = load_run(tmp_path / "run")
