@@ -17,8 +17,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from agentserve.cli.launch import command
-from agentserve.launch.demo import DemoServer, free_run_directory, replay_arguments
+from agentserve.cli.launch import command, launch_arguments
+from agentserve.launch.demo import demo_overrides, free_run_directory, replay_arguments
 from agentserve.launch.host import free_port
 from agentserve.launch.recipe import Recipe, RecipeError, find_recipe, load_recipe
 from tests.test_launch_preflight import write_checkpoint
@@ -181,8 +181,8 @@ def test_demo_replays_at_most_as_many_sessions_at_once_as_there_are() -> None:
 @pytest.mark.parametrize("capacity", [4_608, 65_536])
 def test_demo_shows_the_launch_that_it_does(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it prints, given to ``agentserve launch``, is the same server."""
-    served = DemoServer(Path("m3"), 31_000, 31_001, capacity, "gittins", "gate:0.9")
-    done = load_recipe(find_recipe("tiny-cpu"), served.overrides())
+    overrides = demo_overrides(Path("m3"), 31_000, 31_001, capacity, "gittins", "gate:0.9")
+    done = load_recipe(find_recipe("tiny-cpu"), overrides)
     seen: list[Recipe] = []
 
     def look(recipe: Recipe) -> None:
@@ -190,7 +190,7 @@ def test_demo_shows_the_launch_that_it_does(capacity: int, monkeypatch: pytest.M
         raise RecipeError("seen")
 
     monkeypatch.setattr("agentserve.cli.launch.preflight", look)
-    assert CliRunner().invoke(command, served.arguments()).exit_code == 2
+    assert CliRunner().invoke(command, launch_arguments("tiny-cpu", overrides)).exit_code == 2
     assert seen == [done]
     assert done.kv.capacity_tokens == capacity
     assert (done.context_length is None) == (capacity > 32_768)

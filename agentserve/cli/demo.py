@@ -13,14 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentserve.checkpoint.folder import CheckpointFolderError
-from agentserve.launch.demo import (
-    CAPACITY,
-    GENERATED_TRACE,
-    RECORDED_CAPACITY,
-    DemoServer,
-    free_run_directory,
-    replay_arguments,
-)
+from agentserve.cli.launch import launch_arguments
+from agentserve.launch.demo import CAPACITY, GENERATED_TRACE, demo_overrides, free_run_directory, replay_arguments
 from agentserve.launch.host import free_ports
 from agentserve.launch.plan import PlanError, make_plan
 from agentserve.launch.preflight import preflight
@@ -40,7 +34,7 @@ from traces.readers.base import resolve_format
 @click.option("--checkpoint", type=click.Path(path_type=Path), default=".cache/tiny-m3", show_default=True,
               help="Tiny M3; written if it is not there.")  # fmt: skip
 @click.option("--capacity", type=click.IntRange(min=1), help="Tokens of KV cache.  "
-              f"[default: {CAPACITY}, too few for all; {RECORDED_CAPACITY} for a recorded trace]")  # fmt: skip
+              f"[default: {CAPACITY}, too few for all; the recipe's for a recorded trace]")  # fmt: skip
 @click.option("--policy", help="Eviction policy of ours, e.g. gittins, in place of SGLang's lru.")
 @click.option("--admission", help="Which sessions may start, e.g. gate:0.9; needs --policy.")
 def command(
@@ -62,8 +56,6 @@ def command(
 
     began = time.monotonic()
     console = Console(stderr=True, highlight=False)
-    if admission is not None and policy is None:
-        raise click.UsageError("--admission needs --policy; --policy lru keeps SGLang's order")
     try:
         resolve_format(str(trace) if trace is not None else GENERATED_TRACE)
     except TraceError as error:  # before a minute of waiting for the server
@@ -77,25 +69,24 @@ def command(
             raise click.ClickException(f"--checkpoint: {error}") from None
         console.print(escape(f"wrote a tiny random MiniMax-M3 to {checkpoint}"))
     out = free_run_directory(out)
-    default = CAPACITY if trace is None else RECORDED_CAPACITY
+    if capacity is None and trace is None:
+        capacity = CAPACITY
     port = free_ports(2)
-    served = DemoServer(checkpoint, port, port + 1, default if capacity is None else capacity, policy, admission)
+    overrides = demo_overrides(checkpoint, port, port + 1, capacity, policy, admission)
     try:
-        recipe = load_recipe(find_recipe("tiny-cpu"), served.overrides())
-    except RecipeError as error:
-        raise click.ClickException(str(error)) from None
-    checked = preflight(recipe)
-    print_findings(console, checked)
-    if not checked.ok:
-        sys.exit(2)
-    try:
+        recipe = load_recipe(find_recipe("tiny-cpu"), overrides)
+        checked = preflight(recipe)
+        print_findings(console, checked)
+        if not checked.ok:
+            sys.exit(2)
         plan = make_plan(recipe, checked.facts, model=recipe.model, cwd=Path.cwd())
-    except PlanError as error:
-        raise click.ClickException(str(error)) from None
+    except (RecipeError, PlanError) as error:
+        console.print(escape(str(error)), soft_wrap=True)
+        sys.exit(2)
     compiling = _compile_simulator()
     try:
         with ServerProcess(plan, out.with_name(f"{out.name}-server.log")) as server:
-            _announce(console, ["launch", *served.arguments()])
+            _announce(console, ["launch", *launch_arguments("tiny-cpu", overrides)])
             with starting(console, server.log) as progress:
                 seconds = server.wait_ready(600.0, progress)
             console.print(f"ready after {seconds:.0f} s: {plan.url}")
@@ -112,7 +103,7 @@ def command(
     _announce(console, ["report", str(out)])
     report.main([str(out)], standalone_mode=False)
     if policy is None and trace is None:
-        again = ["--sessions", str(sessions), "--capacity", str(served.capacity), "--checkpoint", str(checkpoint)]
+        again = ["--sessions", str(sessions), "--capacity", str(capacity), "--checkpoint", str(checkpoint)]
         again += ["--policy", "gittins", "--out", str(out)]
         console.print("Next, the same under another policy, and both side by side:")
         for arguments in (["demo", *again], ["compare", str(out), str(free_run_directory(out))]):

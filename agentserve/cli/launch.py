@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ _FIELD_OF_OPTION = {
     "eagle3_steps": "eagle3.steps",
     "synthetic_acceptance": "eagle3.synthetic_length",
 }
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def launch_arguments(recipe: str, overrides: Sequence[Override]) -> list[str]:
+    """Arguments with which this command serves ``recipe`` with these fields changed; each has an option of its own."""
+    options = {field: _option(name) for name, field in _FIELD_OF_OPTION.items()}
+    return [recipe, *(word for o in overrides for word in (options[o.field], str(o.value)))]
 
 
 @click.command()
@@ -90,9 +100,7 @@ def command(
     """
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     overrides = [
-        Override(_FIELD_OF_OPTION[name], value, "--" + name.replace("_", "-"))
-        for name, value in flags.items()
-        if value is not None
+        Override(_FIELD_OF_OPTION[name], value, _option(name)) for name, value in flags.items() if value is not None
     ]
     try:
         path = find_recipe(recipe_name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import NamedTuple
 
 from agentserve.checkpoint.config import TinyM3Shape
 from agentserve.launch.recipe import Override
@@ -13,7 +12,6 @@ GENERATED_TRACE = "generated:preset=tiny,sessions={sessions},seed=2"
 # Four conversations of the generated trace that are alive at once take 3,700 tokens on average. With a quarter more
 # there is something to explain; with ten times more every page stays and nothing is lost.
 CAPACITY = 4_608
-RECORDED_CAPACITY = 65_536
 
 # Answers are short so that the demo is about prefixes: decoding is what a CPU is slow at.
 MAX_OUTPUT = 16
@@ -22,50 +20,31 @@ MAX_OUTPUT = 16
 TOKENS_PER_BLOCK = 2
 
 
-class DemoServer(NamedTuple):
+def demo_overrides(
+    checkpoint: Path, port: int, events_port: int, capacity: int | None, policy: str | None, admission: str | None
+) -> list[Override]:
     """What the demo changes of the recipe ``tiny-cpu``.
 
-    Attributes:
+    Args:
         checkpoint: a tiny M3.
         port: of the server.
         events_port: where it publishes cache events, which tell the report what became of lost tokens.
-        capacity: tokens of KV cache.
+        capacity: tokens of KV cache; None: the recipe's.
         policy: an eviction policy of ours; None: SGLang's lru.
         admission: which sessions may start; needs a policy.
     """
-
-    checkpoint: Path
-    port: int
-    events_port: int
-    capacity: int
-    policy: str | None = None
-    admission: str | None = None
-
-    @property
-    def context_length(self) -> int | None:
-        """No longer than what fits into the cache; None: the model's."""
-        return self.capacity if self.capacity < TinyM3Shape().max_position else None
-
-    def overrides(self) -> list[Override]:
-        """Fields of the recipe."""
-        fields = (
-            Override("model", str(self.checkpoint), "--checkpoint"),
-            Override("port", self.port, "demo"),
-            Override("kv_events", f"tcp://127.0.0.1:{self.events_port}", "demo"),
-            Override("kv.capacity_tokens", self.capacity, "--capacity"),
-            Override("context_length", self.context_length, "--capacity"),
-            Override("radix.policy", self.policy, "--policy"),
-            Override("radix.admission", self.admission, "--admission"),
-        )
-        return [field for field in fields if field.value is not None]
-
-    def arguments(self) -> list[str]:
-        """The same as arguments of ``agentserve launch``."""
-        given = ["tiny-cpu", "--model", str(self.checkpoint), "--port", str(self.port)]
-        given += ["--set", f"kv.capacity_tokens={self.capacity}", "--kv-events", f"tcp://127.0.0.1:{self.events_port}"]
-        given += [] if self.context_length is None else ["--set", f"context_length={self.context_length}"]
-        given += [] if self.policy is None else ["--policy", self.policy]
-        return given + ([] if self.admission is None else ["--admission", self.admission])
+    # No context is longer than what fits into the cache.
+    context = capacity if capacity is not None and capacity < TinyM3Shape().max_position else None
+    fields = (
+        Override("model", str(checkpoint), "--checkpoint"),
+        Override("port", port, "demo"),
+        Override("kv_events", f"tcp://127.0.0.1:{events_port}", "demo"),
+        Override("kv.capacity_tokens", capacity, "--capacity"),
+        Override("context_length", context, "--capacity"),
+        Override("radix.policy", policy, "--policy"),
+        Override("radix.admission", admission, "--admission"),
+    )
+    return [field for field in fields if field.value is not None]
 
 
 def replay_arguments(trace: Path | None, sessions: int, out: Path, url: str) -> list[str]:
